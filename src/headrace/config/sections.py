@@ -1,0 +1,135 @@
+"""The frozen sections of the configuration.
+
+Every field has its final value; `config.resolve` makes them and records a reason for each value that it decided. Field
+metadata carries the help text, so that command-line flags are made from the fields (`config.flags`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from headrace.config.architecture import Architecture
+
+
+def setting(default: Any, help_text: str, **more: Any) -> Any:
+    """A field with its help text; ``unit='bytes'`` accepts sizes such as ``256MiB``."""
+    return field(default=default, metadata={"help": help_text, **more})
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSection:
+    """Which model, from where, in which numbers."""
+
+    model: str = setting("smollm2-135m", "Alias, local folder, .gguf file or hub id.")
+    revision: str | None = setting(None, "Hub revision (branch, tag or commit).")
+    served_model_name: str | None = setting(None, "Name shown to clients; the model argument by default.")
+    dtype: Literal["auto", "float32", "bfloat16"] = setting("auto", "Numbers of activations and float weights.")
+    max_model_len: int | None = setting(None, "Longest prompt plus output in tokens; the model's own by default.")
+    quantization: Literal["int8", "int4"] | None = setting(None, "Quantise a float checkpoint at load.")
+    activations: Literal["auto", "exact", "int8"] = setting(
+        "auto", "Activations of CPU products: exact (float32) or int8 in groups of 32.", flag="cpu-activations"
+    )
+    tokenizer: str | None = setting(None, "Folder or file of another tokenizer.")
+    chat_template: str | None = setting(None, "File with a chat template to use instead of the model's.")
+    generation_config: Literal["auto", "neutral"] = setting(
+        "auto", "Sampling defaults: the model's generation_config.json, or neutral ones."
+    )
+    seed: int = setting(0, "Seed from which requests without one get theirs.")
+    packed_cache: bool = setting(False, "Keep packed weights on disk to make later starts faster.")
+
+
+@dataclass(frozen=True, slots=True)
+class CacheSection:
+    """KV blocks."""
+
+    block_size: int = setting(0, "Tokens of a KV block; 0 lets the platform choose.")
+    kv_cache_memory: int = setting(0, "Memory for KV blocks, for example 2GiB; 0 takes a share.", unit="bytes")
+    kv_cache_share: float = setting(0.3, "Share of the free memory for KV blocks when no size is given.")
+    kv_cache_dtype: Literal["auto", "float32", "float16", "int8"] = setting("auto", "Numbers of KV blocks.")
+    num_kv_blocks: int | None = setting(None, "Exact number of blocks, for tests.")
+    enable_prefix_caching: bool = setting(True, "Reuse KV blocks of equal prefixes.")
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerSection:
+    """What a step may hold."""
+
+    max_num_seqs: int = setting(0, "Most requests that run at once; 0 lets the platform choose.")
+    max_num_batched_tokens: int = setting(0, "Most tokens of one step, draft slots included; 0 chooses.")
+    max_num_scheduled_tokens: int | None = setting(None, "Most tokens granted in one step.")
+    long_prefill_token_threshold: int = setting(0, "Most tokens of one prompt in one step; 0 is no limit.")
+    scheduling_policy: Literal["fcfs", "priority"] = setting("fcfs", "Order of requests.")
+    pipeline_depth: int = setting(2, "Steps in flight at once; 1 waits for each step.")
+    max_num_queued_reqs: int | None = setting(None, "Refuse requests beyond this many in the queue.")
+    max_num_queued_tokens: int | None = setting(None, "Refuse requests beyond this many queued prompt tokens.")
+    watermark: float = setting(0.01, "Share of blocks kept free when a request is admitted beside others.")
+    max_head_bypass_steps: int = setting(64, "Steps for which others may pass a head that does not fit.")
+    max_token_gap_ms: float = setting(0.0, "Aim for gaps between tokens while prompts arrive; 0 is no limit.")
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelSection:
+    """Ranks. The product of tensor and pipeline sizes is the number of workers."""
+
+    tensor_parallel_size: int = setting(1, "Ranks that share each layer.")
+    pipeline_parallel_size: int = setting(1, "Stages of layers.")
+    data_parallel_size: int = setting(1, "Copies of the engine.")
+    enable_expert_parallel: bool = setting(False, "Spread experts over ranks.")
+    executor: Literal["auto", "uniproc", "multiproc", "ray"] = setting("auto", "Where workers run.")
+    num_threads: int = setting(0, "Threads of CPU kernels; 0 takes the cores that this process may use.")
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceSection:
+    """Kernels and graphs."""
+
+    platform: Literal["auto", "cpu", "cuda"] = setting("auto", "Device family.")
+    attention_backend: str | None = setting(None, "Force an attention backend; an unusable one is an error.")
+    ops: Literal["auto", "reference", "native", "triton"] = setting("auto", "Implementation of operators.")
+    enforce_eager: bool = setting(False, "Never capture graphs.")
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectorSection:
+    """KV transfer."""
+
+    kv_connector: str | None = setting(None, "Name of the KV connector.")
+    kv_role: Literal["producer", "consumer", "both"] = setting("both", "Side of a P/D pair.")
+    kv_load_failure_policy: Literal["fail", "recompute"] = setting("fail", "What a failed load does.")
+
+
+@dataclass(frozen=True, slots=True)
+class ObservabilitySection:
+    """Logs and recordings."""
+
+    log_level: Literal["debug", "info", "warning", "error"] = setting("info", "Least severe message logged.")
+    log_format: Literal["text", "json"] = setting("text", "Lines for people or JSON objects.")
+    stats_interval_s: float = setting(10.0, "Seconds between throughput lines; 0 logs none.")
+    max_logprobs: int = setting(20, "Most logprobs per token a request may ask for; -1 is the vocabulary.")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Everything that the engine needs, resolved: no ``auto``, no 0 that means something else.
+
+    ``reasons`` maps ``section.field`` to why `resolve` decided the value. ``model_path`` is the file or folder that
+    ``model.model`` was found at.
+    """
+
+    model: ModelSection
+    cache: CacheSection
+    scheduler: SchedulerSection
+    parallel: ParallelSection
+    device: DeviceSection
+    connector: ConnectorSection
+    observability: ObservabilitySection
+    architecture: Architecture
+    model_path: str
+    reasons: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def max_model_len(self) -> int:
+        """The limit in force."""
+        assert self.model.max_model_len is not None
+        return self.model.max_model_len

@@ -1,0 +1,132 @@
+"""The operators of the engine: one typed method per op, several implementations.
+
+`reference` (PyTorch) is always there and is the oracle; `cpu` binds the native kernels; `triton` serves CUDA. Models and
+layers call ops only through this interface. An implementation owns the packed form of weights: layers hand it the raw
+tensors of the file and keep the opaque `Weight` that it returns.
+
+Shapes: ``T`` tokens of a step, ``H`` hidden size, ``R`` requests, ``V`` vocabulary. All activations are contiguous
+``[T, width]`` tensors in the platform's activation dtype (float32 on CPU). Row ``t`` of every result depends on row ``t``
+of the inputs alone (attention: on the request's own tokens), bit for bit, whatever other rows exist.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, Protocol
+
+import torch
+
+from headrace.device.attention.metadata import AttentionMetadata, LayerCache
+from headrace.device.quantization.raw_tensor import RawTensor
+
+Activation = Literal["silu", "gelu", "gelu_tanh"]
+WeightRole = Literal["linear", "gate_up", "embedding", "head"]
+
+
+class Weight(Protocol):
+    """A packed matrix ``[out_features, in_features]``. ``num_bytes`` is what it holds in memory."""
+
+    out_features: int
+    in_features: int
+    format: str
+    num_bytes: int
+
+
+class AttentionShape(Protocol):
+    """The fixed facts of one attention layer (`layers.attention.Attention` has them).
+
+    ``window`` 0 means full attention; otherwise a query at position p sees keys in (p - window, p]. With ``chunk`` > 0 it
+    sees keys of its own chunk only. ``softcap`` 0 means none. ``sinks`` is float32 ``[num_heads]`` or None.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    window: int
+    chunk: int
+    softcap: float
+    sinks: torch.Tensor | None
+
+
+class Ops(Protocol):
+    """One implementation of all operators."""
+
+    name: str
+
+    def pack_weight(self, parts: Sequence[RawTensor], role: WeightRole) -> Weight:
+        """Pack 2-D file tensors joined by rows (q, k, v; gate, up) into one matrix; parts may differ in format.
+
+        ``gate_up`` takes exactly two parts of equal shape. A ``head`` may be used as an ``embedding`` too (tied).
+        """
+        ...
+
+    def embedding(self, ids: torch.Tensor, table: Weight, scale: float = 1.0) -> torch.Tensor:
+        """Rows ``ids`` (int32 ``[T]``) of the table, times ``scale``: ``[T, H]``."""
+        ...
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """``x / rms(x) * weight`` per row; ``weight`` is float32 ``[H]`` with any offset already added."""
+        ...
+
+    def add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """``(rms_norm(x + residual), x + residual)``; may reuse the memory of both inputs."""
+        ...
+
+    def add(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """``x + y``; may reuse the memory of ``x``."""
+        ...
+
+    def linear(self, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """``x @ weight.T + bias``: ``[T, out_features]``."""
+        ...
+
+    def gated_linear(self, x: torch.Tensor, gate_up: Weight, activation: Activation) -> torch.Tensor:
+        """``act(x @ gate.T) * (x @ up.T)``: ``[T, out_features / 2]``."""
+        ...
+
+    def rotate_and_store(
+        self,
+        qkv: torch.Tensor,
+        positions: torch.Tensor,
+        cos_sin: torch.Tensor,
+        shape: AttentionShape,
+        meta: AttentionMetadata,
+        cache: LayerCache,
+        qk_norm: tuple[torch.Tensor, torch.Tensor, float] | None = None,
+    ) -> torch.Tensor:
+        """Norm (if given, per head) and rotate q and k, write k and v to their slots, return q ``[T, heads * head_dim]``.
+
+        ``qkv`` is ``[T, (heads + 2 * kv_heads) * head_dim]``, overwritten. ``cos_sin`` is float32
+        ``[max_position, rotary_dim]``, cosines first; pairs are (i, i + rotary_dim / 2). Slots of -1 write nothing.
+        """
+        ...
+
+    def attention(
+        self, q: torch.Tensor, shape: AttentionShape, meta: AttentionMetadata, cache: LayerCache
+    ) -> torch.Tensor:
+        """Causal attention of each request's new tokens over its blocks: ``[T, heads * head_dim]``."""
+        ...
+
+    def gather_rows(self, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """``x[rows]`` (int32 ``[R']``): the rows that need logits."""
+        ...
+
+    def logits(self, x: torch.Tensor, head: Weight, softcap: float = 0.0) -> torch.Tensor:
+        """Raw float32 logits ``[R', V]``, soft-capped when ``softcap`` > 0."""
+        ...
+
+    def moe(
+        self,
+        x: torch.Tensor,
+        router: Weight,
+        gate_up: Sequence[Weight],
+        down: Sequence[Weight],
+        top_k: int,
+        activation: Activation,
+        renormalize: bool,
+    ) -> torch.Tensor:
+        """Top-k mixture of experts, combined in top-k order: ``[T, H]``."""
+        ...

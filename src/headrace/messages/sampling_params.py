@@ -1,0 +1,162 @@
+"""`SamplingParams`: what one request asks of generation, with the names that users of vLLM and OpenAI know.
+
+The record checks everything that needs no model: types, finiteness and ranges (written so that NaN fails). Limits that
+depend on the model or the operator (vocabulary, context, maximum ``logprobs``) are checked by ``frontend.validation``.
+The engine trusts a record that left the edge.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Any
+
+import msgspec
+
+from headrace.base.errors import InvalidRequestError
+
+MAX_N = 128
+MAX_STOP_STRINGS = 64
+MAX_STOP_STRING_CHARS = 1024
+MAX_BAD_WORDS = 128
+SEED_LIMIT = 1 << 63
+
+
+class RequestOutputKind(str, Enum):
+    """What each yielded output holds: all so far, only what is new, or one final output."""
+
+    CUMULATIVE = "cumulative"
+    DELTA = "delta"
+    FINAL_ONLY = "final_only"
+
+
+class StructuredOutputParams(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Exactly one way of constraining the output is set."""
+
+    json: str | None = None
+    json_object: bool = False
+    regex: str | None = None
+    choice: tuple[str, ...] | None = None
+    grammar: str | None = None
+    structural_tag: str | None = None
+
+
+def _check_range(name: str, value: Any, low: float, high: float, *, open_low: bool = False) -> None:
+    """Raise unless ``value`` is a number in [low, high] (or (low, high]); NaN and infinities fail."""
+    ok = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if ok:
+        ok = (low < value <= high) if open_low else (low <= value <= high)
+    if not ok:
+        bracket = "(" if open_low else "["
+        raise InvalidRequestError(f"{name} must be a number in {bracket}{low:g}, {high:g}]", param=name)
+
+
+def _check_int(name: str, value: Any, low: int, high: int | None = None, *, allow: tuple[int, ...] = ()) -> None:
+    """Raise unless ``value`` is an int of at least ``low`` and at most ``high``, or one of ``allow``."""
+    ok = isinstance(value, int) and not isinstance(value, bool)
+    if ok and value not in allow:
+        ok = value >= low and (high is None or value <= high)
+    if not ok:
+        limit = f"at least {low}" if high is None else f"in [{low}, {high}]"
+        extra = f" or {', '.join(map(str, allow))}" if allow else ""
+        raise InvalidRequestError(f"{name} must be an integer {limit}{extra}", param=name)
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How to sample one request.
+
+    ``max_tokens=None`` means the room that the context leaves. ``logprobs=k`` returns the chosen token and the ``k``
+    best ones; ``-1`` means the whole vocabulary, as far as the operator allows. ``top_k`` 0 or -1 means no limit.
+    ``seed=None`` is replaced by a recorded random seed at the edge.
+
+    Raises:
+        InvalidRequestError: a value out of its range, with the field named.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    min_tokens: int = 0
+    max_tokens: int | None = 16
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    logit_bias: dict[int, float] | None = None
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words: tuple[str, ...] = ()
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    detokenize: bool = True
+    structured_outputs: StructuredOutputParams | None = None
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+
+    def __post_init__(self) -> None:
+        self._coerce()
+        _check_int("n", self.n, 1, MAX_N)
+        _check_range("temperature", self.temperature, 0.0, 2.0)
+        _check_range("top_p", self.top_p, 0.0, 1.0, open_low=True)
+        _check_int("top_k", self.top_k, 0, allow=(-1,))
+        _check_range("min_p", self.min_p, 0.0, 1.0)
+        _check_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _check_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _check_range("repetition_penalty", self.repetition_penalty, 0.0, 1e6, open_low=True)
+        _check_int("min_tokens", self.min_tokens, 0)
+        if self.seed is not None:
+            _check_int("seed", self.seed, -SEED_LIMIT, SEED_LIMIT - 1)
+        if self.max_tokens is not None:
+            _check_int("max_tokens", self.max_tokens, 0)
+            if self.min_tokens > self.max_tokens:
+                raise InvalidRequestError("min_tokens must not exceed max_tokens", param="min_tokens")
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _check_int(name, getattr(self, name), 0, allow=(-1,))
+        self._check_lists()
+
+    def _coerce(self) -> None:
+        """Accept what Python callers write: a single string for ``stop``, any sequence for the tuples."""
+        coerced: dict[str, Any] = {}
+        if self.stop is None:  # type: ignore[comparison-overlap]
+            coerced["stop"] = ()
+        elif isinstance(self.stop, str):
+            coerced["stop"] = (self.stop,)
+        for name in ("stop", "stop_token_ids", "bad_words", "allowed_token_ids"):
+            value = coerced.get(name, getattr(self, name))
+            if value is None and name != "allowed_token_ids":
+                coerced[name] = ()
+            elif isinstance(value, (list, set, frozenset, range)):
+                coerced[name] = tuple(value)
+            elif value is not None and not isinstance(value, tuple):
+                raise InvalidRequestError(f"{name} must be a list", param=name)
+        for name, value in coerced.items():
+            msgspec.structs.force_setattr(self, name, value)
+
+    def _check_lists(self) -> None:
+        if len(self.stop) > MAX_STOP_STRINGS:
+            raise InvalidRequestError(f"at most {MAX_STOP_STRINGS} stop strings are allowed", param="stop")
+        for text in self.stop:
+            if not isinstance(text, str) or not text or len(text) > MAX_STOP_STRING_CHARS:
+                message = f"stop strings must be non-empty strings of at most {MAX_STOP_STRING_CHARS} characters"
+                raise InvalidRequestError(message, param="stop")
+        if self.stop and not self.detokenize:
+            raise InvalidRequestError("stop strings need detokenize", param="stop")
+        if len(self.bad_words) > MAX_BAD_WORDS:
+            raise InvalidRequestError(f"at most {MAX_BAD_WORDS} bad words are allowed", param="bad_words")
+        for word in self.bad_words:
+            if not isinstance(word, str) or not word.strip():
+                raise InvalidRequestError("bad words must be strings that are not blank", param="bad_words")
+        for name in ("stop_token_ids", "allowed_token_ids"):
+            for token_id in getattr(self, name) or ():
+                _check_int(name, token_id, 0)
+        if self.allowed_token_ids is not None and not self.allowed_token_ids:
+            raise InvalidRequestError("allowed_token_ids must not be empty", param="allowed_token_ids")
+        for token_id, bias in (self.logit_bias or {}).items():
+            _check_int("logit_bias", token_id, 0)
+            _check_range("logit_bias", bias, -100.0, 100.0)
