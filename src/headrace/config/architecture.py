@@ -33,7 +33,8 @@ class Architecture:
     """Sizes and switches of a decoder.
 
     ``name`` is the HF architecture (``LlamaForCausalLM``), also for GGUF files. ``vocab_size`` is the number of rows of
-    the head, which may be more than the tokenizer has. ``layer_kinds`` has one entry per layer.
+    the head, which may be more than the tokenizer has. ``layer_kinds`` has one entry per layer. ``weight_format`` is how
+    most matrices are stored in the file (``F32``, ``BF16``, ``Q4_1``, …).
     """
 
     name: str
@@ -62,5 +63,6 @@ class Architecture:
     attn_softcap: float = 0.0
     final_softcap: float = 0.0
     dtype: str = "float32"
+    weight_format: str = "F32"
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None

@@ -32,8 +32,8 @@ class ModelSection:
     )
     tokenizer: str | None = setting(None, "Folder or file of another tokenizer.")
     chat_template: str | None = setting(None, "File with a chat template to use instead of the model's.")
-    generation_config: Literal["auto", "neutral"] = setting(
-        "auto", "Sampling defaults: the model's generation_config.json, or neutral ones."
+    generation_config: Literal["model", "neutral"] = setting(
+        "model", "Sampling defaults: the model's generation_config.json, or neutral ones."
     )
     seed: int = setting(0, "Seed from which requests without one get theirs.")
     packed_cache: bool = setting(False, "Keep packed weights on disk to make later starts faster.")

@@ -1,0 +1,215 @@
+"""From what the user set, what the machine is and what the model says to final values, each with its reason.
+
+Pure: hardware and architecture come in as records. Nothing downstream asks ``auto`` or treats 0 as "choose": a decision
+is made here once, and `headrace explain-config` prints why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from typing import Any
+
+from headrace.base.errors import ConfigError
+from headrace.config.architecture import Architecture
+from headrace.config.hardware import HardwareInfo
+from headrace.config.sections import (
+    CacheSection,
+    ConnectorSection,
+    DeviceSection,
+    EngineConfig,
+    ModelSection,
+    ObservabilitySection,
+    ParallelSection,
+    SchedulerSection,
+)
+
+SECTIONS: dict[str, type] = {
+    "model": ModelSection,
+    "cache": CacheSection,
+    "scheduler": SchedulerSection,
+    "parallel": ParallelSection,
+    "device": DeviceSection,
+    "connector": ConnectorSection,
+    "observability": ObservabilitySection,
+}
+FLOAT_FORMATS = frozenset({"F32", "F16", "BF16"})
+
+
+def section_of(name: str) -> str:
+    """The section that a setting belongs to; raises `ConfigError` that names near ones."""
+    for section, kind in SECTIONS.items():
+        if any(f.name == name for f in fields(kind)):
+            return section
+    from difflib import get_close_matches
+
+    known = [f.name for kind in SECTIONS.values() for f in fields(kind)]
+    near = get_close_matches(name, known, n=3)
+    hint = f"; did you mean {' or '.join(near)}?" if near else ""
+    raise ConfigError(f"unknown setting '{name}'{hint}")
+
+
+class _Resolver:
+    """Collects decided values and reasons, section by section."""
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        self.values: dict[str, Any] = {}
+        self.reasons: dict[str, str] = {}
+        grouped: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
+        for name, value in settings.items():
+            section = section_of(name)
+            grouped[section][name] = value
+            self.reasons[f"{section}.{name}"] = "set by the user"
+        for section, kind in SECTIONS.items():
+            self.values[section] = kind(**grouped[section])
+            for field in fields(kind):
+                self.reasons.setdefault(f"{section}.{field.name}", "default")
+
+    def get(self, path: str) -> Any:
+        section, name = path.split(".")
+        return getattr(self.values[section], name)
+
+    def decide(self, path: str, value: Any, reason: str) -> None:
+        """Set a value that the user left open."""
+        section, name = path.split(".")
+        self.values[section] = replace(self.values[section], **{name: value})
+        self.reasons[path] = reason
+
+
+def resolve(
+    settings: Mapping[str, Any], hardware: HardwareInfo, architecture: Architecture, model_path: str
+) -> EngineConfig:
+    """Return the final configuration.
+
+    Args:
+        settings: what the user set, by field name; absent means open. Sizes are bytes.
+        hardware: the machine.
+        architecture: the model.
+        model_path: file or folder of the model.
+
+    Raises:
+        ConfigError: a value out of range or a combination that cannot work, with the remedy.
+    """
+    r = _Resolver(settings)
+    _check(r)
+    _resolve_device(r, hardware)
+    _resolve_model(r, architecture)
+    _resolve_cache(r)
+    _resolve_scheduler(r, hardware)
+    return EngineConfig(**r.values, architecture=architecture, model_path=model_path, reasons=r.reasons)
+
+
+def _check(r: _Resolver) -> None:
+    """Refuse values that no machine can serve; messages name the flag."""
+    at_least = {
+        "cache.block_size": 0,
+        "cache.kv_cache_memory": 0,
+        "scheduler.max_num_seqs": 0,
+        "scheduler.max_num_batched_tokens": 0,
+        "scheduler.long_prefill_token_threshold": 0,
+        "scheduler.pipeline_depth": 1,
+        "scheduler.max_head_bypass_steps": 0,
+        "parallel.num_threads": 0,
+        "parallel.tensor_parallel_size": 1,
+        "parallel.pipeline_parallel_size": 1,
+        "parallel.data_parallel_size": 1,
+        "observability.max_logprobs": -1,
+    }
+    optional = ("model.max_model_len", "cache.num_kv_blocks", "scheduler.max_num_scheduled_tokens")
+    at_least |= {path: 1 for path in optional if r.get(path) is not None}
+    for path in ("scheduler.max_num_queued_reqs", "scheduler.max_num_queued_tokens"):
+        if r.get(path) is not None:
+            at_least[path] = 1
+    for path, low in at_least.items():
+        value = r.get(path)
+        if isinstance(value, bool) or not isinstance(value, int) or value < low:
+            raise ConfigError(f"--{path.split('.')[1].replace('_', '-')} must be an integer of at least {low}")
+    if not 0.0 < r.get("cache.kv_cache_share") < 1.0:
+        raise ConfigError("--kv-cache-share must lie between 0 and 1")
+    if not 0.0 <= r.get("scheduler.watermark") < 0.5:
+        raise ConfigError("--watermark must be at least 0 and below 0.5")
+    for path in ("scheduler.max_token_gap_ms", "observability.stats_interval_s"):
+        if not 0.0 <= r.get(path) < float("inf"):
+            raise ConfigError(f"--{path.split('.')[1].replace('_', '-')} must be at least 0")
+
+
+def _resolve_device(r: _Resolver, hardware: HardwareInfo) -> None:
+    if r.get("device.platform") == "auto":
+        r.decide("device.platform", hardware.platform, f"the machine offers {hardware.platform}")
+    if r.get("device.ops") == "auto":
+        if r.get("device.platform") == "cuda":
+            r.decide("device.ops", "triton", "CUDA runs Triton kernels")
+        elif hardware.native_ops:
+            r.decide("device.ops", "native", f"native kernels are built; this CPU runs the {hardware.isa} ones")
+        else:
+            r.decide("device.ops", "reference", "no native kernels: install with a C++ compiler to get them")
+    elif r.get("device.ops") == "native" and not hardware.native_ops:
+        raise ConfigError("--ops native: the native kernels are not built; reinstall where g++ exists")
+    if r.get("parallel.num_threads") == 0:
+        r.decide("parallel.num_threads", hardware.num_cores, "cores that affinity and cgroup quota allow")
+    if r.get("parallel.executor") == "auto":
+        ranks = r.get("parallel.tensor_parallel_size") * r.get("parallel.pipeline_parallel_size")
+        kind = "uniproc" if ranks == 1 else "multiproc"
+        r.decide("parallel.executor", kind, f"{ranks} worker{'s' if ranks > 1 else ''} on one machine")
+
+
+def _resolve_model(r: _Resolver, architecture: Architecture) -> None:
+    asked = r.get("model.dtype")
+    if asked == "auto":
+        if r.get("device.platform") == "cpu":
+            r.decide("model.dtype", "float32", "CPU kernels accumulate in float32")
+        else:
+            r.decide("model.dtype", architecture.dtype, "as the model file says")
+    quantized = architecture.weight_format not in FLOAT_FORMATS or r.get("model.quantization") is not None
+    if r.get("model.activations") == "auto":
+        if asked == "float32":
+            r.decide("model.activations", "exact", "--dtype float32 asks for exact numbers throughout")
+        elif r.get("device.ops") == "native" and quantized:
+            r.decide("model.activations", "int8", f"weights are quantised ({architecture.weight_format})")
+        elif quantized:
+            r.decide("model.activations", "exact", f"the {r.get('device.ops')} ops compute in floats")
+        else:
+            r.decide("model.activations", "exact", "weights are floats")
+    elif r.get("model.activations") == "int8" and r.get("device.ops") != "native":
+        raise ConfigError("--cpu-activations int8 needs the native CPU kernels")
+    if r.get("model.max_model_len") is None:
+        r.decide("model.max_model_len", architecture.max_position, "the model's own context")
+    elif r.get("model.max_model_len") > architecture.max_position:
+        raise ConfigError(
+            f"--max-model-len {r.get('model.max_model_len')} is above the model's context of {architecture.max_position}"
+        )
+    if r.get("model.served_model_name") is None:
+        r.decide("model.served_model_name", r.get("model.model"), "the model argument")
+
+
+def _resolve_cache(r: _Resolver) -> None:
+    cpu = r.get("device.platform") == "cpu"
+    if r.get("cache.block_size") == 0:
+        r.decide("cache.block_size", 16, "measured best on CPU" if cpu else "the field's default")
+    if r.get("cache.kv_cache_dtype") == "auto":
+        if r.get("model.activations") == "exact":
+            why = "exact activations keep exact keys and values"
+            r.decide("cache.kv_cache_dtype", "float32" if cpu else "float16", why)
+        else:
+            r.decide("cache.kv_cache_dtype", "float16", "half the traffic of float32 at no visible loss")
+
+
+def _resolve_scheduler(r: _Resolver, hardware: HardwareInfo) -> None:
+    cpu = r.get("device.platform") == "cpu"
+    max_len = r.get("model.max_model_len")
+    if r.get("scheduler.max_num_seqs") == 0:
+        r.decide("scheduler.max_num_seqs", 128 if cpu else 256, f"enough to fill {hardware.platform} steps")
+    if r.get("scheduler.max_num_batched_tokens") == 0:
+        tokens = max(2048 if not cpu else 1024, r.get("scheduler.max_num_seqs"))
+        r.decide("scheduler.max_num_batched_tokens", tokens, "products no longer gain from longer steps")
+    batched, seqs = r.get("scheduler.max_num_batched_tokens"), r.get("scheduler.max_num_seqs")
+    if batched < seqs:
+        if r.reasons["scheduler.max_num_seqs"] == "set by the user":
+            raise ConfigError(f"--max-num-batched-tokens {batched} must be at least --max-num-seqs {seqs}")
+        r.decide("scheduler.max_num_seqs", batched, "no more than one token each fits a step")
+    if r.get("scheduler.max_num_scheduled_tokens") is None:
+        r.decide("scheduler.max_num_scheduled_tokens", batched, "equal to max_num_batched_tokens")
+    elif r.get("scheduler.max_num_scheduled_tokens") > batched:
+        raise ConfigError(f"--max-num-scheduled-tokens must be at most --max-num-batched-tokens {batched}")
+    if r.get("scheduler.long_prefill_token_threshold") > max_len:
+        raise ConfigError(f"--long-prefill-token-threshold must be at most the context of {max_len}")
