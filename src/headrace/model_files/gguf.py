@@ -111,7 +111,7 @@ class _Cursor:
     def numbers(self, kind: int, count: int) -> list[Any]:
         dtype = np.dtype(_DTYPES[kind])
         window = self._need(dtype.itemsize * count)
-        values = np.frombuffer(window, dtype=dtype, count=count, offset=self.pos).tolist()
+        values: list[Any] = np.frombuffer(window, dtype=dtype, count=count, offset=self.pos).tolist()
         self.pos += dtype.itemsize * count
         return values
 
