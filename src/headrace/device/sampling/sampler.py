@@ -1,0 +1,154 @@
+"""Turns rows of logits into tokens, one row at a time.
+
+Order per row: grammar mask, allowed ids, bias, min_tokens, penalties (repetition, then frequency and presence), bad words,
+temperature, min_p, top-k, top-p, Gumbel-max; temperature 0 takes the arg max after bad words. Log-probabilities are of the
+raw row, before the mask. Ties break to the lower id.
+
+Every row is worked on alone, in a scratch row at a fixed address, so its result does not depend on its batch mates; rows
+that ask for nothing cost one arg max. A row that fails (non-finite logits, nothing left to choose from, any exception)
+gets an error and no token; the others go on.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from headrace.base.logging import get_logger
+from headrace.device.sampling import processors
+from headrace.device.sampling.draw import draw_token
+from headrace.device.sampling.filters import surviving_ids
+from headrace.device.sampling.logprobs import make_token_logprobs
+from headrace.device.sampling.rows import NO_LOGPROBS, RowExtras, SamplingRows
+from headrace.messages.runner_output import TokenLogprobs
+
+logger = get_logger(__name__)
+
+NO_TOKEN = -1
+_NON_FINITE = "the model produced logits that are not finite"
+
+
+class RowError(Exception):
+    """A row that cannot be sampled; the message is the cause that the client sees."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingMetadata:
+    """The rows of a step that are sampled, in the order of their logits.
+
+    Attributes:
+        req_idx: int array, the request's row.
+        positions: int array, absolute position at which the new token will stand.
+        bitmasks: int32 words per place, for rows under a grammar.
+    """
+
+    req_idx: np.ndarray
+    positions: np.ndarray
+    bitmasks: dict[int, np.ndarray] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class SamplerOutput:
+    """Token per place (`NO_TOKEN` where the row failed), log-probabilities and errors by place."""
+
+    token_ids: np.ndarray
+    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
+    errors: dict[int, str] = field(default_factory=dict)
+
+
+class Sampler:
+    """Samples rows whose parameters stand in `SamplingRows` and whose tokens stand in ``token_ids``.
+
+    Args:
+        rows: parameters by ``req_idx``.
+        token_ids: int32 ``[max_rows, width]``, known tokens of each row from position 0.
+        num_prompt: int array, prompt length of each row.
+    """
+
+    def __init__(self, rows: SamplingRows, token_ids: np.ndarray, num_prompt: np.ndarray) -> None:
+        self._rows = rows
+        self._token_ids = token_ids
+        self._num_prompt = num_prompt
+        self._all_ids = np.arange(rows.vocab_size)
+        self._scratch = np.empty(rows.vocab_size, dtype=np.float32)
+
+    def sample(self, logits: np.ndarray, meta: SamplingMetadata) -> SamplerOutput:
+        """Sample every row of ``logits`` (float32 ``[R', V]``, not changed)."""
+        output = SamplerOutput(np.full(len(logits), NO_TOKEN, dtype=np.int64))
+        plain = self._rows.plain[meta.req_idx]
+        wanted = self._rows.num_logprobs[meta.req_idx]
+        if len(logits) and not meta.bitmasks and plain.all() and (wanted == NO_LOGPROBS).all():
+            self._take_best(logits, output)
+            return output
+        for place in range(len(logits)):
+            try:
+                token = self._choose(logits[place], place, meta)
+                if wanted[place] != NO_LOGPROBS:
+                    output.logprobs[place] = make_token_logprobs(logits[place], token, int(wanted[place]))
+                output.token_ids[place] = token
+            except RowError as error:
+                output.errors[place] = str(error)
+            except Exception as error:  # A row is a request's border: whatever it raises ends this request alone.
+                logger.exception("sampling a row failed")
+                output.errors[place] = f"sampling failed: {type(error).__name__}: {error}"
+        return output
+
+    def _take_best(self, logits: np.ndarray, output: SamplerOutput) -> None:
+        """All rows are plain. An arg max lands on NaN or infinity if there is one."""
+        best = logits.argmax(axis=1)
+        finite = np.isfinite(logits[np.arange(len(logits)), best])
+        output.token_ids[:] = np.where(finite, best, NO_TOKEN)
+        for place in np.flatnonzero(~finite).tolist():
+            output.errors[place] = _NON_FINITE
+
+    def _choose(self, row: np.ndarray, place: int, meta: SamplingMetadata) -> int:
+        best = int(row.argmax())
+        if not np.isfinite(row[best]):
+            raise RowError(_NON_FINITE)
+        index, position = int(meta.req_idx[place]), int(meta.positions[place])
+        if self._rows.plain[index] and place not in meta.bitmasks:
+            return best
+        x = self._scratch
+        np.copyto(x, row)
+        if place in meta.bitmasks:
+            processors.apply_bitmask(x, meta.bitmasks[place])
+        extras = self._rows.extras[index]
+        if extras is not None:
+            self._apply_extras(x, extras, index, position)
+        best = int(x.argmax())
+        if x[best] == -np.inf:
+            raise RowError("the request's constraints leave no token to choose from")
+        if self._rows.temperature[index] == 0.0:
+            return best
+        return self._draw(x, x[best], index, position)
+
+    def _apply_extras(self, x: np.ndarray, extras: RowExtras, index: int, position: int) -> None:
+        tokens = self._token_ids[index]
+        num_prompt = int(self._num_prompt[index])
+        if extras.allowed is not None:
+            processors.apply_allowed(x, extras.allowed)
+        if extras.bias_ids is not None and extras.bias_values is not None:
+            processors.apply_bias(x, extras.bias_ids, extras.bias_values)
+        if position - num_prompt < extras.min_tokens:
+            processors.apply_forbidden(x, extras.end_ids)
+        if extras.penalties is not None:
+            extras.penalties.move_to(tokens, position)
+            processors.apply_penalties(
+                x,
+                extras.penalties.in_prompt,
+                extras.penalties.counts,
+                float(self._rows.repetition[index]),
+                float(self._rows.frequency[index]),
+                float(self._rows.presence[index]),
+            )
+        if extras.bad_words:
+            processors.apply_bad_words(x, extras.bad_words, tokens[num_prompt:position])
+
+    def _draw(self, x: np.ndarray, peak: np.float32, index: int, position: int) -> int:
+        rows = self._rows
+        # The peak is taken off first, so that a low temperature cannot overflow.
+        x -= peak
+        x /= rows.temperature[index]
+        ids = surviving_ids(x, float(rows.min_p[index]), int(rows.top_k[index]), float(rows.top_p[index]))
+        return draw_token(x, self._all_ids if ids is None else ids, int(rows.seed[index]), position)
