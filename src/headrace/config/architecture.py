@@ -16,8 +16,12 @@ LayerKind = Literal["full", "sliding_window", "chunked_local"]
 class RopeConfig:
     """Rotary embedding of one kind of layer.
 
-    ``scaling`` names the rule (``none``, ``linear``, ``llama3``, ``yarn``, ``longrope``); its numbers are in ``factors``.
-    ``rotary_dim`` dimensions of each head are turned, in the half-split (NeoX) pairing.
+    ``scaling`` names the rule (``none``, ``linear``, ``llama3``, ``yarn``, ``longrope``); its numbers are in
+    ``factors`` under the names that `model_files.rope` lists, every default already filled in. ``long_factors`` and
+    ``short_factors`` divide the frequencies one by one (``longrope``): the long ones when sequences may pass
+    ``original_max_position``, the short ones otherwise; a file that fixes its divisors has the same list twice.
+    ``attention_factor`` multiplies cos and sin. The first ``rotary_dim`` dimensions of each head are turned, in the
+    half-split (NeoX) pairing.
     """
 
     theta: float = 10000.0
@@ -32,9 +36,12 @@ class RopeConfig:
 class Architecture:
     """Sizes and switches of a decoder.
 
-    ``name`` is the HF architecture (``LlamaForCausalLM``), also for GGUF files. ``vocab_size`` is the number of rows of
-    the head, which may be more than the tokenizer has. ``layer_kinds`` has one entry per layer. ``weight_format`` is how
-    most matrices are stored in the file (``F32``, ``BF16``, ``Q4_1``, …).
+    ``name`` is the HF architecture (``LlamaForCausalLM``), also for GGUF files. ``vocab_size`` is the number of rows
+    of the head, which may be more than the tokenizer has. ``layer_kinds`` has one entry per layer. ``weight_format``
+    is how most matrices are stored in the file (``F32``, ``BF16``, ``Q4_1``, …). ``window`` is how many tokens a
+    sliding layer sees, the current one included; sliding layers use ``local_rope`` when there is one. ``query_scale``
+    multiplies the attention scores (``None``: 1 / sqrt(head_dim)). ``norm_offset`` is added to norm weights as they
+    lie in the file.
     """
 
     name: str
