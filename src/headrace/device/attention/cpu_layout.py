@@ -1,0 +1,50 @@
+"""KV blocks as CPU kernels read them: keys ``[kv_head, head_dim, token]``, values ``[kv_head, token, head_dim]``.
+
+With tokens innermost in keys and dimensions innermost in values, both products of attention broadcast one query value
+over a vector and need no horizontal sums.
+"""
+
+from __future__ import annotations
+
+from math import prod
+
+import torch
+
+from headrace.device.attention.backend import LayerFacts
+from headrace.device.attention.metadata import LayerCache
+from headrace.messages.kv_cache import KVCacheKind, KVCacheSpec, KVTensorLayout
+
+_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+def _make_layout(name: str, dims: tuple[str, ...], shape: tuple[int, ...], dtype: str) -> KVTensorLayout:
+    strides = tuple(prod(shape[i:]) for i in range(len(shape) + 1))
+    return KVTensorLayout(name=name, dims=dims, block_shape=shape, dtype=dtype, strides=strides)
+
+
+def make_cpu_spec(facts: LayerFacts, block_size: int, kv_dtype: str) -> KVCacheSpec:
+    """The spec of one layer with contiguous blocks."""
+    heads, head_dim = facts.num_kv_heads, facts.head_dim
+    tensors = (
+        _make_layout("key", ("kv_head", "head_dim", "token"), (heads, head_dim, block_size), kv_dtype),
+        _make_layout("value", ("kv_head", "token", "head_dim"), (heads, block_size, head_dim), kv_dtype),
+    )
+    kind = KVCacheKind.FULL
+    if facts.window or facts.chunk:
+        kind = KVCacheKind.SLIDING_WINDOW if facts.window else KVCacheKind.CHUNKED_LOCAL
+    return KVCacheSpec(
+        kind=kind,
+        block_size=block_size,
+        num_kv_heads=heads,
+        head_dim=head_dim,
+        dtype=kv_dtype,
+        tensors=tensors,
+        page_bytes=sum(t.block_elements for t in tensors) * _DTYPES[kv_dtype].itemsize,
+        window=facts.window or facts.chunk,
+    )
+
+
+def allocate_cpu_blocks(spec: KVCacheSpec, num_blocks: int) -> LayerCache:
+    """Zeroed blocks: masked reads of the null block must find finite numbers."""
+    key, value = (torch.zeros(num_blocks, *t.block_shape, dtype=_DTYPES[t.dtype]) for t in spec.tensors)
+    return LayerCache(key, value)
