@@ -4,50 +4,61 @@ Every native op or eager layer and every turn of the core's loop adds one. A wat
 readings: work pending and the word unchanged means hung. No heartbeat thread ever writes it, for a heart can beat in
 a body that no longer moves.
 
-The word lives in shared memory (8 bytes, written by one process at a time, torn reads impossible on 64-bit machines),
-so that reading it never asks the process that may be stuck.
+The word lives in shared memory (8 bytes of a mapped file, written by one process at a time, torn reads impossible on
+64-bit machines), so that reading it never asks the process that may be stuck. The file may be removed once everybody
+has attached; the mappings stay.
 """
 
 from __future__ import annotations
 
-from multiprocessing import resource_tracker
-from multiprocessing.shared_memory import SharedMemory
+import mmap
+import os
+import tempfile
 
 import numpy as np
+
+_SHM = "/dev/shm"
 
 
 class ProgressWord:
     """A counter in process memory or in shared memory.
 
     Args:
-        name: of an existing shared word to attach to; ``None`` with ``shared`` makes a new one.
-        shared: whether other processes must see it.
+        shared: make a word that other processes can attach to.
+        folder: where the file of a new shared word is made; memory-backed where the system has it, by default.
+        name: of an existing shared word to attach to.
 
-    The maker owns the memory and must call `close`; an attached word only detaches.
+    The maker of a shared word must call `close`, which removes its file; an attached word only detaches.
     """
 
-    def __init__(self, *, shared: bool = False, name: str | None = None) -> None:
-        self._owner = name is None
-        self._memory: SharedMemory | None = None
-        if shared or name is not None:
-            self._memory = SharedMemory(name=name, create=name is None, size=8)
-            if not self._owner:
-                # Python 3.11 registers attached segments too and would unlink the owner's memory at exit.
-                resource_tracker.unregister(self._memory._name, "shared_memory")  # type: ignore[attr-defined]
-            self._word: np.ndarray = np.ndarray((1,), dtype=np.uint64, buffer=self._memory.buf)
-            if self._owner:
-                self._word[0] = 0
+    def __init__(
+        self,
+        *,
+        shared: bool = False,
+        name: str | None = None,
+        folder: str | None = None,
+    ) -> None:
+        self._owner = shared and name is None
+        self._map: mmap.mmap | None = None
+        self.name: str | None = name
+        if self._owner:
+            handle, self.name = tempfile.mkstemp(
+                prefix="headrace-progress-",
+                dir=folder or (_SHM if os.path.isdir(_SHM) else None),
+            )
+            os.truncate(handle, 8)
+        elif name is not None:
+            handle = os.open(name, os.O_RDWR | os.O_CLOEXEC)
         else:
             self._word = np.zeros(1, dtype=np.uint64)
-
-    @property
-    def name(self) -> str | None:
-        """Name to attach to from another process, or ``None`` for a private word."""
-        return self._memory.name if self._memory is not None else None
+            return
+        self._map = mmap.mmap(handle, 8)
+        os.close(handle)
+        self._word = np.frombuffer(self._map, dtype=np.uint64)
 
     @property
     def address(self) -> int:
-        """Address of the 8 bytes, for native code of this process."""
+        """Address of the 8 bytes, for native code of this process; valid until `close`."""
         return int(self._word.ctypes.data)
 
     def advance(self) -> None:
@@ -59,11 +70,11 @@ class ProgressWord:
         return int(self._word[0])
 
     def close(self) -> None:
-        """Detach; the owner also removes the memory. Idempotent."""
-        memory, self._memory = self._memory, None
-        if memory is None:
+        """Detach; the maker also removes the file. Idempotent; the last value stays readable."""
+        if self._map is None:
             return
         self._word = self._word.copy()
-        memory.close()
-        if self._owner:
-            memory.unlink()
+        self._map.close()
+        self._map = None
+        if self._owner and self.name is not None and os.path.exists(self.name):
+            os.unlink(self.name)

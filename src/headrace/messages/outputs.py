@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from enum import Enum
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -94,4 +94,11 @@ class CoreReady(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, t
     phases_ms: dict[str, float] = {}
 
 
-FromCore = CoreReady | EngineCoreOutputs
+class CoreFailed(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag=True):
+    """Sent instead of `CoreReady` by a core that cannot start: the cause, and whose fault it is."""
+
+    kind: Literal["config", "model_file", "internal"]
+    message: str
+
+
+FromCore = CoreReady | CoreFailed | EngineCoreOutputs

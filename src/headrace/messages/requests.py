@@ -84,6 +84,10 @@ class Profile(ControlRequest, frozen=True, kw_only=True, tag="profile"):
     start: bool
 
 
+class Stop(ControlRequest, frozen=True, kw_only=True, tag="stop"):
+    """End the core after the step in progress; what still runs is aborted."""
+
+
 class Query(ControlRequest, frozen=True, kw_only=True, tag="query"):
     """Ask for a read-only view by name (``config``, ``attention``, ``requests``, …); the reply's value is its data."""
 
@@ -91,5 +95,5 @@ class Query(ControlRequest, frozen=True, kw_only=True, tag="query"):
     argument: str | None = None
 
 
-AnyControl = Abort | Drain | Sleep | Wake | Reload | ResetPrefixCache | AddLora | Profile | Query
+AnyControl = Abort | Drain | Sleep | Wake | Reload | ResetPrefixCache | AddLora | Profile | Stop | Query
 ToCore = EngineCoreRequest | AnyControl

@@ -1,0 +1,424 @@
+"""An executor without a model: rows, block tables and KV blocks are real, tokens come from `testing.tokens`.
+
+It keeps the executor's promises (calls run in order, rows live from `NewRequest` to ``finished`` or ``preempted``, tokens
+are written at their absolute positions) and checks the scheduler's: each slot of a KV block holds the running hash of the
+tokens up to it, and a forward reads every slot that its rows may attend to. What does not fit is listed in
+``violations``; tests assert that the list stays empty.
+
+With ``lazy`` nothing runs before somebody waits for it, the latest moment that the interface allows. Durations come from
+a `StepCost` and pass on the clock: a `ManualClock` is moved, on any other one the executor sleeps.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+
+from headrace.base.clock import Clock, ManualClock, SystemClock
+from headrace.base.errors import ConfigError, EngineDeadError, ModelFileError
+from headrace.base.progress import ProgressWord
+from headrace.config.sections import EngineConfig
+from headrace.executor.base import Executor, ExecutorReady
+from headrace.messages.kv_cache import KVCacheConfig, KVCacheKind, KVCacheSpec
+from headrace.messages.requests import AnyControl, Reload
+from headrace.messages.runner_output import ModelRunnerOutput, StepStats
+from headrace.messages.scheduler_output import (
+    GrammarOutput,
+    NewRequest,
+    SchedulerOutput,
+)
+from headrace.testing.faults import FaultPlan, RequestFault, SimulatedFault, parse_fault
+from headrace.testing.tokens import extend_hash, pick_token
+
+T = TypeVar("T")
+BYTES_PER_TOKEN = 16
+
+
+@dataclass(frozen=True, slots=True)
+class StepCost:
+    """Seconds that a forward takes."""
+
+    per_step_s: float = 1e-3
+    per_token_s: float = 1e-5
+
+    def seconds(self, step: SchedulerOutput) -> float:
+        """Duration of ``step``."""
+        return self.per_step_s + self.per_token_s * step.total_num_scheduled_tokens
+
+
+@dataclass(slots=True)
+class _Row:
+    """A request on the device: ``hashes[i]`` is the running hash through ``tokens[i]``."""
+
+    request: NewRequest
+    block_ids: list[list[int]]
+    tokens: list[int] = field(default_factory=list)
+    hashes: list[int] = field(default_factory=list)
+    fault: RequestFault | None = None
+
+    def write(self, position: int, token_ids: list[int]) -> None:
+        """Set the tokens from ``position`` on."""
+        del self.tokens[position:], self.hashes[position:]
+        running = self.hashes[-1] if self.hashes else 1
+        for token_id in token_ids:
+            running = extend_hash(running, token_id)
+            self.tokens.append(token_id)
+            self.hashes.append(running)
+
+
+@dataclass(slots=True)
+class _Span:
+    """What one request does in one step: compute positions ``start`` to ``stop``, then perhaps sample."""
+
+    row: _Row
+    start: int
+    stop: int
+
+    def strikes(self, phase: str) -> bool:
+        fault = self.row.fault
+        return fault is not None and fault.phase == phase and fault.at < self.stop
+
+
+class _LazyFuture(Future, Generic[T]):
+    """A future that runs the executor's queue when it is waited for."""
+
+    def __init__(self, run: Callable[[Future], None]) -> None:
+        super().__init__()
+        self._run = run
+
+    def result(self, timeout: float | None = None) -> T:
+        self._run(self)
+        return super().result(timeout)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        self._run(self)
+        return super().exception(timeout)
+
+
+class SimulatedExecutor(Executor):
+    """See the module.
+
+    Args:
+        config: sizes; ``cache.kv_cache_memory`` limits the blocks.
+        clock: where durations pass; ``None`` takes no time at all.
+        cost: durations.
+        faults: what goes wrong and when.
+        lazy: run steps only when their results are waited for.
+        progress: advanced by each forward.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        clock: Clock | None = None,
+        cost: StepCost | None = None,
+        faults: FaultPlan | None = None,
+        lazy: bool = False,
+        progress: ProgressWord | None = None,
+    ) -> None:
+        self.violations: list[str] = []
+        self.controls: list[AnyControl] = []
+        self.num_forwards = 0
+        self.closed = False
+        self._config = config
+        self._clock = clock
+        self._cost = cost or StepCost()
+        self._faults = faults or FaultPlan()
+        self._lazy = lazy
+        self._progress = progress or ProgressWord()
+        self._rows: dict[str, _Row] = {}
+        self._struck: set[str] = set()
+        self._calls: deque[tuple[Callable[[], Any], Future]] = deque()
+        self._forwards: deque[tuple[int, list[_Span] | BaseException]] = deque()
+        self._broken = False
+        self._dead: str | None = None
+        self._kv_config: KVCacheConfig | None = None
+        self._kv = np.zeros((0, 0), dtype=np.uint64)
+
+    def start(self) -> ExecutorReady:
+        size = self._config.cache.block_size
+        specs = [
+            KVCacheSpec(
+                kind=KVCacheKind(kind),
+                block_size=size,
+                num_kv_heads=1,
+                head_dim=1,
+                dtype="uint64",
+                tensors=(),
+                page_bytes=size * BYTES_PER_TOKEN,
+                window=0 if kind == "full" else self._config.architecture.window,
+            )
+            for kind in self._config.architecture.layer_kinds
+        ]
+        memory = self._config.cache.kv_cache_memory or 1 << 20
+        return ExecutorReady(
+            specs, memory, self._config.architecture.vocab_size, attention="simulated"
+        )
+
+    def initialize_kv_cache(self, config: KVCacheConfig) -> None:
+        self._kv_config = config
+        self._kv = np.zeros((config.num_blocks, config.block_size), dtype=np.uint64)
+
+    def execute_model(
+        self, step: SchedulerOutput, non_block: bool = True
+    ) -> Future[ModelRunnerOutput | None]:
+        if not self._calls:
+            self._broken = False
+        return self._submit(lambda: self._forward(step), non_block)
+
+    def sample_tokens(self, grammar: GrammarOutput | None) -> Future[ModelRunnerOutput]:
+        return self._submit(lambda: self._sample(grammar), True)
+
+    def control(self, request: AnyControl) -> Any:
+        self._check_alive()
+        self.controls.append(request)
+        if isinstance(request, Reload) and request.path is not None:
+            raise ModelFileError(f"no model in {request.path}")
+        return None
+
+    def check_health(self) -> None:
+        self._check_alive()
+
+    def shutdown(self) -> None:
+        self.closed = True
+        self._rows.clear()
+
+    def kill(self, cause: str = "a simulated worker died") -> None:
+        """Let the workers die now."""
+        self._dead = cause
+
+    @property
+    def row_ids(self) -> set[str]:
+        """Requests that have a row."""
+        return set(self._rows)
+
+    def _submit(self, call: Callable[[], Any], non_block: bool) -> Future[Any]:
+        future: Future[Any] = _LazyFuture(self._run_until)
+        self._calls.append((call, future))
+        if not self._lazy or not non_block:
+            self._run_until(future)
+        return future
+
+    def _run_until(self, future: Future[Any]) -> None:
+        while self._calls and not future.done():
+            call, current = self._calls.popleft()
+            try:
+                current.set_result(call())
+            except Exception as error:  # noqa: BLE001 - the future carries it
+                current.set_exception(error)
+
+    def _check_alive(self) -> None:
+        if self._dead is not None:
+            raise EngineDeadError(self._dead)
+
+    def _forward(self, step: SchedulerOutput) -> ModelRunnerOutput | None:
+        number = self.num_forwards
+        self.num_forwards += 1
+        if self._faults.die_at is not None and number >= self._faults.die_at:
+            self.kill()
+        self._check_alive()
+        self._pass_time(self._cost.seconds(step) + self._faults.slow_s.get(number, 0.0))
+        self._progress.advance()
+        self._apply_rows(step)
+        if not step.num_scheduled_tokens:
+            return ModelRunnerOutput(request_ids=[], sampled_token_ids=[])
+        spans = self._make_spans(step)
+        try:
+            if number in self._faults.fail_forward:
+                raise SimulatedFault(f"forward {number} was told to fail")
+            self._strike(spans, "forward")
+        except SimulatedFault as error:
+            self._broken = True
+            self._forwards.append((number, error))
+            raise
+        for request_id, span in spans.items():
+            self._compute(request_id, span)
+        self._forwards.append((number, list(spans.values())))
+        return None
+
+    def _sample(self, grammar: GrammarOutput | None) -> ModelRunnerOutput:
+        self._check_alive()
+        number, spans = self._forwards.popleft()
+        if isinstance(spans, BaseException):
+            raise SimulatedFault(str(spans))
+        try:
+            if number in self._faults.fail_sample:
+                raise SimulatedFault(f"sampling {number} was told to fail")
+            self._strike(
+                {span.row.request.request_id: span for span in spans}, "sample"
+            )
+        except SimulatedFault:
+            self._broken = True
+            raise
+        request_ids, sampled, errors = [], [], {}
+        for span in spans:
+            request_id = span.row.request.request_id
+            request_ids.append(request_id)
+            if span.strikes("logits"):
+                errors[request_id] = "the logits are not finite"
+                sampled.append([])
+            else:
+                sampled.append(self._sample_row(span))
+        return ModelRunnerOutput(
+            request_ids=request_ids,
+            sampled_token_ids=sampled,
+            errors=errors,
+            stats=StepStats(forward_s=1e-3),
+        )
+
+    def _sample_row(self, span: _Span) -> list[int]:
+        row, sampling = span.row, span.row.request.sampling
+        if span.stop < len(row.tokens):
+            return []
+        num_outputs = span.stop - row.request.num_prompt_tokens
+        stops = {*row.request.eos_token_ids, *sampling.stop_token_ids}
+        banned = stops if num_outputs < sampling.min_tokens else ()
+        running = row.hashes[span.stop - 1] if len(row.hashes) >= span.stop else 1
+        token_id = pick_token(
+            sampling.seed or 0, running, self._config.architecture.vocab_size, banned
+        )
+        row.write(span.stop, [token_id])
+        return [token_id]
+
+    def _strike(self, spans: dict[str, _Span], phase: str) -> None:
+        for request_id, span in spans.items():
+            if span.strikes(phase) and request_id not in self._struck:
+                assert span.row.fault is not None
+                if span.row.fault.repeat == "once":
+                    self._struck.add(request_id)
+                raise SimulatedFault(f"the {phase} of a poisoned request failed")
+
+    def _apply_rows(self, step: SchedulerOutput) -> None:
+        for request_id in [*step.finished, *step.preempted]:
+            self._rows.pop(request_id, None)
+        for block_id in step.kv.zero:
+            self._kv[block_id] = 0
+        for source, destination in step.kv.copy:
+            self._kv[destination] = self._kv[source]
+        for new in step.new:
+            row = _Row(
+                new, [list(ids) for ids in new.block_ids], fault=parse_fault(new.fault)
+            )
+            row.write(0, new.token_ids)
+            self._rows[new.request_id] = row
+        for request_id, block_ids in step.cached.new_block_ids.items():
+            if request_id not in self._rows:
+                self._violate(f"blocks for {request_id}, which has no row")
+                continue
+            for table, new_ids in zip(
+                self._rows[request_id].block_ids, block_ids, strict=True
+            ):
+                table.extend(new_ids)
+
+    def _make_spans(self, step: SchedulerOutput) -> dict[str, _Span]:
+        starts = {new.request_id: new.num_computed_tokens for new in step.new}
+        starts.update(
+            zip(step.cached.request_ids, step.cached.num_computed_tokens, strict=True)
+        )
+        spans = {}
+        for request_id, num_tokens in step.num_scheduled_tokens.items():
+            row = self._rows.get(request_id)
+            if row is None:
+                self._violate(f"{request_id} is scheduled without a row")
+                continue
+            spans[request_id] = _Span(
+                row, starts[request_id], starts[request_id] + num_tokens
+            )
+        total = sum(step.num_scheduled_tokens.values())
+        if total != step.total_num_scheduled_tokens:
+            self._violate(
+                f"step {step.step_id} says {step.total_num_scheduled_tokens} tokens and holds {total}"
+            )
+        return spans
+
+    def _compute(self, request_id: str, span: _Span) -> None:
+        """Read the slots before the span and write those in it, per group."""
+        assert self._kv_config is not None
+        row, size = span.row, self._kv_config.block_size
+        if span.stop > len(row.tokens):
+            self._violate(
+                f"{request_id} computes position {span.stop - 1} and knows {len(row.tokens)} tokens"
+            )
+            return
+        hashes = np.array(row.hashes[: span.stop], dtype=np.uint64)
+        for group, table in zip(self._kv_config.groups, row.block_ids, strict=True):
+            if len(table) * size < span.stop:
+                self._violate(
+                    f"{request_id} computes position {span.stop - 1} in {len(table)} blocks of {size}"
+                )
+                continue
+            low = first_attended(group.spec, span.start)
+            positions = np.arange(low, span.stop)
+            blocks = np.array(table, dtype=np.int64)[positions // size]
+            past = positions < span.start
+            found = self._kv[blocks[past], positions[past] % size]
+            if (found != hashes[low : span.start]).any():
+                at = low + int(np.argmax(found != hashes[low : span.start]))
+                self._violate(
+                    f"{request_id} reads wrong KV at position {at} before computing {span.start}"
+                )
+            if (blocks[~past] == 0).any():
+                self._violate(f"{request_id} writes to the null block")
+            self._kv[blocks[~past], positions[~past] % size] = hashes[
+                span.start : span.stop
+            ]
+
+    def _violate(self, message: str) -> None:
+        """Note a broken promise, unless an earlier call failed and what runs now will be dropped."""
+        if not self._broken:
+            self.violations.append(message)
+
+    def _pass_time(self, seconds: float) -> None:
+        if isinstance(self._clock, ManualClock):
+            self._clock.advance(seconds)
+        elif self._clock is not None:
+            time.sleep(seconds)
+
+
+def make_executor(
+    config: EngineConfig,
+    progress: ProgressWord,
+    *,
+    step_s: float = 0.0,
+    die_at: int | None = None,
+    start_error: str | None = None,
+    start_s: float = 0.0,
+) -> Executor:
+    """The factory that a core process is given by dotted path; all options are plain data.
+
+    Args:
+        step_s: seconds that each forward takes on the machine's clock.
+        die_at: number of the forward at which the workers die.
+        start_error: ``config``, ``model_file`` or ``crash``: what start-up raises.
+        start_s: seconds that start-up takes.
+    """
+    time.sleep(start_s)
+    if start_error is not None:
+        kinds: dict[str, type[Exception]] = {
+            "config": ConfigError,
+            "model_file": ModelFileError,
+        }
+        raise kinds.get(start_error, RuntimeError)("start-up was told to fail")
+    return SimulatedExecutor(
+        config,
+        clock=SystemClock() if step_s else None,
+        cost=StepCost(step_s, 0.0),
+        faults=FaultPlan(die_at=die_at),
+        progress=progress,
+    )
+
+
+def first_attended(spec: KVCacheSpec, position: int) -> int:
+    """The first position that a query at ``position`` attends to."""
+    if spec.kind is KVCacheKind.SLIDING_WINDOW:
+        return max(0, position - spec.window + 1)
+    if spec.kind is KVCacheKind.CHUNKED_LOCAL:
+        return position // spec.window * spec.window
+    return 0
