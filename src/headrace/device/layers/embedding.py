@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 
 from headrace.device.loading.weights import WeightReader
@@ -12,7 +14,7 @@ class Vocabulary:
     """The model's two ends: ids to hidden states, hidden states to logits.
 
     Args:
-        tied: whether the configuration says that both share one matrix.
+        tied: whether both share one matrix.
         has_embedding: whether this pipeline stage embeds (the first one).
         has_head: whether this pipeline stage makes logits (the last one).
     """
@@ -42,8 +44,7 @@ class Vocabulary:
 
     def load(self, weights: WeightReader) -> None:
         """Take and pack what this stage needs."""
-        tied = not weights.has("head") if weights.weight_map.head_says_tied else self._tied
-        if tied:
+        if self._tied:
             if self._has_embedding or self._has_head:
                 self.table = self.head = self._pack(weights, "embedding", "head" if self._has_head else "embedding")
             return
@@ -52,9 +53,9 @@ class Vocabulary:
         if self._has_head:
             self.head = self._pack(weights, "head", "head")
 
-    def _pack(self, weights: WeightReader, slot: str, role: str) -> Weight:
+    def _pack(self, weights: WeightReader, slot: str, role: Literal["embedding", "head"]) -> Weight:
         raw = weights.matrix(slot, *self._shape)
-        weight = self._ops.pack_weight([raw], "head" if role == "head" else "embedding")
+        weight = self._ops.pack_weight([raw], role)
         weights.done(raw)
         return weight
 

@@ -53,13 +53,13 @@ class QKVLinear:
 
     def load(self, weights: WeightReader) -> None:
         """Take and pack this rank's heads."""
-        raws, biases, first_row = [], [], 0
+        raws, biases, first_row, total = [], [], 0, sum(self._parts.values())
         for part, rows in self._parts.items():
-            slot, share = f"{self._prefix}.{part}", self._group.share(rows)
-            raw = weights.matrix(slot, rows, self._hidden_size, head_dim=self._head_dim, first_row=first_row)
+            slot, share, part_of = f"{self._prefix}.{part}", self._group.share(rows), (first_row, total)
+            raw = weights.matrix(slot, rows, self._hidden_size, head_dim=self._head_dim, part_of=part_of)
             raws.append(raw.take_rows(share))
             if self._has_bias:
-                bias = weights.vector(f"{slot}_bias", rows, head_dim=self._head_dim, first_row=first_row)
+                bias = weights.vector(f"{slot}_bias", rows, head_dim=self._head_dim, part_of=part_of)
                 biases.append(bias[share])
             first_row += rows
         self.weight = self._ops.pack_weight(raws, "linear")
@@ -91,8 +91,10 @@ class GateUpLinear:
         """Take and pack this rank's columns of the MLP."""
         rows, share = self._intermediate_size, self._group.share(self._intermediate_size)
         raws = [
-            weights.matrix(f"{self._prefix}.{part}", rows, self._hidden_size, first_row=first_row).take_rows(share)
-            for part, first_row in (("gate", 0), ("up", rows))
+            weights.matrix(f"{self._prefix}.{part}", rows, self._hidden_size, part_of=(first, 2 * rows)).take_rows(
+                share
+            )
+            for part, first in (("gate", 0), ("up", rows))
         ]
         self.weight = self._ops.pack_weight(raws, "gate_up")
         weights.done(*raws)

@@ -14,20 +14,17 @@ import torch
 from headrace.config.architecture import RopeConfig
 
 
-def make_rope_table(rope: RopeConfig, max_position: int, freq_factors: torch.Tensor | None = None) -> torch.Tensor:
+def make_rope_table(rope: RopeConfig, max_position: int) -> torch.Tensor:
     """Build the table.
 
     Args:
         rope: the rule, with every number that it needs (`model_files` resolves them).
         max_position: rows, the longest sequence served.
-        freq_factors: divisors of the frequencies that a file brings along (``[rotary_dim / 2]``) in place of a rule.
     """
     factors = dict(rope.factors)
     exponents = torch.arange(0, rope.rotary_dim, 2, dtype=torch.int64).to(torch.float32) / rope.rotary_dim
     inv_freq = 1.0 / rope.theta**exponents
-    if freq_factors is not None:
-        inv_freq = inv_freq / freq_factors
-    elif rope.scaling == "linear":
+    if rope.scaling == "linear":
         inv_freq = inv_freq / factors["factor"]
     elif rope.scaling == "llama3":
         inv_freq = _llama3(inv_freq, factors)

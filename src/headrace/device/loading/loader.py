@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from headrace.base.errors import ModelFileError
-from headrace.config.architecture import Architecture
 from headrace.config.sections import EngineConfig
 from headrace.device.attention.backend import AttentionNeeds
 from headrace.device.attention.registry import make_backends
@@ -57,7 +56,7 @@ def load_model(
 
 def make_needs(config: EngineConfig, ops: Ops) -> AttentionNeeds:
     """What the configured model asks of attention."""
-    arch: Architecture = config.architecture
+    arch = config.architecture
     ranks = config.parallel.tensor_parallel_size
     return AttentionNeeds(
         platform=config.device.platform,

@@ -61,10 +61,10 @@ GGUF_MAP = WeightMap(
         "embedding": Place("token_embd.weight"),
         "head": Place("output.weight"),
         "final_norm": Place("output_norm.weight"),
-        "rope_freqs": Place("rope_freqs.weight"),
         **{f"layers.{slot}": Place(f"blk.{{layer}}.{name}") for slot, name in _GGUF_LAYER.items()},
     },
-    head_says_tied=True,
+    # Rotary divisors are part of the architecture record, which has been read from them.
+    ignore=(r"rope_freqs\.weight", r"rope_factors_(long|short)\.weight"),
 )
 
 

@@ -48,13 +48,11 @@ class WeightMap:
         places: slot without its layer number (``layers.q``) → place.
         ignore: patterns of names that may be in the file and are not needed.
         norm_offset: what must be added to stored norm weights.
-        head_says_tied: whether a missing head means tied embeddings, whatever the configuration says.
     """
 
     places: Mapping[str, Place]
     ignore: tuple[str, ...] = ()
     norm_offset: float = 0.0
-    head_says_tied: bool = False
 
     def with_places(self, changes: Mapping[str, Place | None]) -> WeightMap:
         """A copy with places replaced, added, or removed (``None``)."""
@@ -83,38 +81,36 @@ class WeightReader:
         self._unused = set(self._names)
         self._total_bytes = sum(self.source.info(name).nbytes for name in self._unused)
 
-    def has(self, slot: str) -> bool:
-        """Whether the file holds the slot."""
-        place, name = self._locate(slot)
-        return place is not None and name in self._names
-
-    def matrix(self, slot: str, rows: int, cols: int, *, head_dim: int = 0, first_row: int = 0) -> RawTensor:
+    def matrix(
+        self, slot: str, rows: int, cols: int, *, head_dim: int = 0, part_of: tuple[int, int] | None = None
+    ) -> RawTensor:
         """Take a 2-D slot.
 
         Args:
             head_dim: rows per head, for slots that may be stored with interleaved rotary rows.
-            first_row: where a slot begins in a tensor that it shares with others; the tensor must reach its end.
+            part_of: first row and number of rows in all, for slots that may share a tensor with others.
 
         Raises:
             ModelFileError: missing, wrong shape, unsupported format, or cut short.
         """
         place, raw = self._take(slot)
-        if place.shared and len(raw.shape) == 2 and raw.shape[0] >= first_row + rows:
+        first_row, all_rows = part_of if place.shared and part_of else (0, rows)
+        self._check_shape(raw, (all_rows, cols))
+        if all_rows != rows:
             raw = raw.take_rows(slice(first_row, first_row + rows))
-        self._check_shape(raw, (rows, cols))
         return raw.take_rows(_halves_first(rows, head_dim)) if place.interleaved_rotary else raw
 
-    def vector(self, slot: str, size: int, *, head_dim: int = 0, first_row: int = 0) -> torch.Tensor:
+    def vector(
+        self, slot: str, size: int, *, head_dim: int = 0, part_of: tuple[int, int] | None = None
+    ) -> torch.Tensor:
         """Take a 1-D slot as float32; the arguments are those of `matrix`."""
         place, raw = self._take(slot)
-        values = raw.dequantize()
-        if place.shared and values.ndim == 1 and len(values) >= first_row + size:
-            values = values[first_row : first_row + size]
-        elif values.shape != (size,):
-            self._check_shape(raw, (size,))
+        first, total = part_of if place.shared and part_of else (0, size)
+        self._check_shape(raw, (total,))
+        values = raw.dequantize()[first : first + size]
         if place.interleaved_rotary:
             values = values[_halves_first(size, head_dim)]
-        return torch.from_numpy(np.ascontiguousarray(values))
+        return torch.from_numpy(values)
 
     def norm(self, slot: str, size: int) -> torch.Tensor:
         """Take a norm's weights, with the family's offset added."""

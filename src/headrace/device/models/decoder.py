@@ -13,7 +13,8 @@ from typing import Protocol
 
 import torch
 
-from headrace.config.architecture import Architecture, RopeConfig
+from headrace.base.errors import ModelFileError
+from headrace.config.architecture import Architecture
 from headrace.device.attention.backend import AttentionBackend, LayerFacts
 from headrace.device.attention.metadata import ForwardContext
 from headrace.device.distributed.groups import IntermediateTensors, ParallelGroups
@@ -120,7 +121,7 @@ class Decoder:
         max_position: the longest sequence served; rotary tables reach this far.
     """
 
-    layer_class: type[PreNormLayer] | type[SandwichNormLayer] | type[PostNormLayer] = PreNormLayer
+    layer_class: type[PreNormLayer | SandwichNormLayer | PostNormLayer] = PreNormLayer
 
     def __init__(
         self,
@@ -130,10 +131,11 @@ class Decoder:
         parallel: ParallelGroups | None = None,
         max_position: int | None = None,
     ) -> None:
+        if arch.mlp_bias:
+            raise ModelFileError(f"{arch.name}: biases of the feed-forward products are not supported")
         parallel = parallel or ParallelGroups()
         self.arch = arch
         self._parallel = parallel
-        self._max_position = max_position or arch.max_position
         self._vocabulary = Vocabulary(
             ops,
             arch.vocab_size,
@@ -147,7 +149,9 @@ class Decoder:
         self._layer_range = parallel.layer_range(arch.num_layers)
         self._layers = {i: self.layer_class(arch, i, ops, backend, parallel) for i in self._layer_range}
         self._final_norm = RMSNorm(ops, "final_norm", arch.hidden_size, arch.norm_eps)
-        self._ropes: list[torch.Tensor] = []
+        local_rope = arch.local_rope or arch.rope
+        tables = {rope: make_rope_table(rope, max_position or arch.max_position) for rope in {arch.rope, local_rope}}
+        self._ropes = [tables[arch.rope if kind == "full" else local_rope] for kind in arch.layer_kinds]
 
     def weight_map(self, kind: SourceKind) -> WeightMap:
         """Where this family's tensors lie in a kind of checkpoint."""
@@ -167,21 +171,8 @@ class Decoder:
             layer.load(weights)
         if self._parallel.is_last_stage:
             self._final_norm.load(weights)
-        tables = {rope: self._make_rope(rope, weights) for rope in {self.arch.rope, self._local_rope}}
-        kinds = self.arch.layer_kinds
-        self._ropes = [tables[self.arch.rope if kind == "full" else self._local_rope] for kind in kinds]
         if self._parallel.pp.size > 1:
             weights.skip(self._slots_of_other_stages(weights.weight_map))
-
-    @property
-    def _local_rope(self) -> RopeConfig:
-        return self.arch.local_rope or self.arch.rope
-
-    def _make_rope(self, rope: RopeConfig, weights: WeightReader) -> torch.Tensor:
-        factors = None
-        if rope is self.arch.rope and weights.has("rope_freqs"):
-            factors = weights.vector("rope_freqs", rope.rotary_dim // 2)
-        return make_rope_table(rope, self._max_position, factors)
 
     def _slots_of_other_stages(self, weight_map: WeightMap) -> list[str]:
         slots = []

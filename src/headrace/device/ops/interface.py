@@ -97,8 +97,10 @@ class Ops(Protocol):
         cache: LayerCache,
         qk_norm: tuple[torch.Tensor, torch.Tensor, float] | None = None,
     ) -> torch.Tensor:
-        """Norm (if given, per head) and rotate q and k, write k and v to their slots, return q ``[T, heads * head_dim]``.
+        """Norm (if given) and rotate q and k, write k and v to their slots, return q ``[T, heads * head_dim]``.
 
+        ``qk_norm`` is float32 weights of q and of k, and eps. Weights of ``head_dim`` values norm each head by itself; weights
+        as long as all heads together norm the whole row of q (of k) at once.
         ``qkv`` is ``[T, (heads + 2 * kv_heads) * head_dim]``, overwritten. ``cos_sin`` is float32
         ``[max_position, rotary_dim]``, cosines first; pairs are (i, i + rotary_dim / 2). Slots of -1 write nothing.
         """
