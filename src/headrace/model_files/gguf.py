@@ -7,6 +7,7 @@ ends in a `ModelFileError` that names the file and the place, never in a wrong t
 
 from __future__ import annotations
 
+import hashlib
 import struct
 from collections.abc import Callable
 from math import prod
@@ -140,8 +141,11 @@ class GGUFFile:
         tensors: name → place; shapes are row-major (the file stores the contiguous dimension first).
     """
 
-    def __init__(self, file: MappedFile, metadata: dict[str, Any], tensors: dict[str, TensorInfo]) -> None:
+    def __init__(
+        self, file: MappedFile, metadata: dict[str, Any], metadata_end: int, tensors: dict[str, TensorInfo]
+    ) -> None:
         self._file = file
+        self._metadata_end = metadata_end
         self.path = file.path
         self.metadata = metadata
         self.tensors = tensors
@@ -171,7 +175,12 @@ class GGUFFile:
             if key in metadata:
                 raise cursor.fail("a second value")
             metadata[key] = cursor.value(cursor.scalar("<I"))
-        return cls(file, metadata, _read_tensors(cursor, file, num_tensors, metadata))
+        metadata_end = cursor.pos
+        return cls(file, metadata, metadata_end, _read_tensors(cursor, file, num_tensors, metadata))
+
+    def metadata_key(self) -> str:
+        """SHA-256 over the metadata as it lies in the file: the name of whatever is derived from it."""
+        return hashlib.sha256(self._file.read(0, self._metadata_end)).hexdigest()
 
     def names(self) -> list[str]:
         """Every tensor of the file."""
