@@ -85,7 +85,7 @@ def _ask_hub() -> str:
 
     try:
         get_session().head(constants.ENDPOINT, timeout=_CONNECT_TIMEOUT_S)
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 (whatever the HTTP library raises means that the hub cannot be used)
         return type(error).__name__
     return ""
 
@@ -128,7 +128,7 @@ def _find_local(repo: str, file: str, revision: str | None, problem: str) -> str
         if file:
             return str(hf_hub_download(repo, file, revision=revision, local_files_only=True))
         folder = Path(snapshot_download(repo, revision=revision, local_files_only=True))
-    except Exception:
+    except Exception:  # noqa: BLE001 (the library's errors have no common base; any means no local copy)
         raise ModelFileError(
             f"{repo}: the hub {problem} and there is no local copy; connect this machine or give the path of a folder"
         ) from None

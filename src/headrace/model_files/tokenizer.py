@@ -93,7 +93,7 @@ def _cached(vocabulary: GGUFVocabulary, metadata_key: str) -> Tokenizer:
     if target.is_file():
         try:
             tokenizer = Tokenizer.from_file(str(target))
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 (the library raises plain Exception)
             logger.warning("%s is spoilt and is built again: %s", target, error)
         else:
             if tokenizer.get_vocab_size() == len(vocabulary.tokens):
@@ -117,7 +117,7 @@ def _load_folder(folder: Path) -> LoadedTokenizer:
         raise ModelFileError(f"{folder}: has no tokenizer.json{hint}")
     try:
         tokenizer = Tokenizer.from_file(str(file))
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 (the library raises plain Exception)
         raise ModelFileError(f"{file}: is not a tokenizer ({error}); fetch it again") from None
     config = _optional_json(folder / "tokenizer_config.json")
     model_config = _optional_json(folder / "config.json")
