@@ -59,9 +59,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2-window": ("Qwen2", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}),
     "qwen3": ("Qwen3", {"head_dim": 24}),
     "gemma2": ("Gemma2", {"head_dim": 16, "sliding_window": 8, "query_pre_attn_scalar": 24}),
+    "gemma2-head-scale": ("Gemma2", {"head_dim": 16, "sliding_window": 8, "query_pre_attn_scalar": 16}),
     "gemma3": (
         "Gemma3",
         {"head_dim": 16, "sliding_window": 8, "query_pre_attn_scalar": 24, "num_hidden_layers": 7},
+    ),
+    "gemma3-head-scale": (
+        "Gemma3",
+        {"head_dim": 16, "sliding_window": 8, "query_pre_attn_scalar": 16, "num_hidden_layers": 7},
     ),
     "phi3": ("Phi3", {"sliding_window": None}),
     "phi3-window": ("Phi3", {"sliding_window": 8}),

@@ -64,6 +64,7 @@ def test_affinity_counts(tmp_path: Path) -> None:
 def test_this_machine_can_be_measured_without_torch() -> None:
     code = (
         "import sys; from headrace.device.platform.hardware import detect_hardware as d; i = d();"
-        "assert i.num_cores >= 1 and 0 < i.available_memory_bytes <= i.total_memory_bytes; assert 'torch' not in sys.modules"
+        "assert i.num_cores >= 1 and 0 < i.available_memory_bytes <= i.total_memory_bytes;"
+        "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -13,6 +13,7 @@ from tests.device.models import Driver
 IDS = torch.randint(3, 96, (45,), generator=torch.Generator().manual_seed(1)).tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", list(FAMILIES))
 def test_logits_equal_the_oracle_in_any_cut(family: str, tmp_path: Path) -> None:
     hf = make_hf_model(family)
