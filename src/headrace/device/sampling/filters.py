@@ -1,7 +1,7 @@
 """Which tokens survive min-p, top-k and top-p, without sorting the vocabulary.
 
-All functions take one row of float32 logits and treat ``-inf`` as forbidden. Results are exact: they equal those of a full
-stable sort, whatever shortcut found them. Ties go to the lower id.
+All functions take one row of float32 logits and treat ``-inf`` as forbidden. Results are exact: they equal those of a
+full stable sort, whatever shortcut found them. Ties go to the lower id.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ def select_top_p(x: np.ndarray, ids: np.ndarray, top_p: float) -> np.ndarray:
         mass = np.cumsum(weights[best])
         if mass[-1] >= target or size == len(ids):
             keep = int(np.searchsorted(mass, target, side="left")) + 1
-            return ids[np.sort(best[:keep])]
+            kept: np.ndarray = ids[np.sort(best[:keep])]
+            return kept
         size *= 8
 
 

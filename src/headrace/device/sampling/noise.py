@@ -1,8 +1,8 @@
 """Gumbel noise as a pure function of (request seed, absolute token position, token id).
 
-Nothing here depends on the batch, the row, the step or any generator state, so a request draws the same noise whatever
-runs beside it, after a preemption and after a restart. Another implementation (C++) must give the same bits; all that it
-has to reproduce is written here.
+Nothing here depends on the batch, the row, the step or any generator state, so a request draws the same noise
+whatever runs beside it, after a preemption and after a restart. Another implementation (C++) must give the same bits;
+all that it has to reproduce is written here.
 
 Integers are unsigned and wrap around. ``seed`` is reduced modulo 2**64. The key of one draw is::
 
@@ -24,9 +24,11 @@ The noise is float64, every operation rounded on its own (no fused multiply-add)
     u = (hash + 0.5) * 2**-32                                            (exact, in (0, 1))
     g = -log(-log(u))
 
-``log(x)`` splits x = m * 2**e with m in [0.5, 1); if m < 0.7071067811865476 then m = m + m, e = e - 1. With
-f = (m - 1) / (m + 1), z = f * f and P the Horner form of 1 + z/3 + z^2/5 + ... + z^10/21 (each step ``p = p * z + c``,
-starting at p = 1/21), log(x) = e * 0.6931471805599453 + (f + f) * P.
+``log(x)`` splits x = m * 2**e with m in [0.5, 1); if m < 0.7071067811865476 then m = m + m, e = e - 1. Then::
+
+    f = (m - 1) / (m + 1);  z = f * f
+    p = 1/21;  p = p * z + 1/n for n = 19, 17, ..., 1                    (each 1/n rounded to float64)
+    log(x) = e * 0.6931471805599453 + (f + f) * p
 """
 
 from __future__ import annotations
@@ -77,18 +79,20 @@ def _log(x: np.ndarray) -> np.ndarray:
     small = m < _SQRT_HALF
     m = np.where(small, m + m, m)
     exponent: np.ndarray = (e - small).astype(np.float64)
-    f = (m - 1.0) / (m + 1.0)
+    f: np.ndarray = (m - 1.0) / (m + 1.0)
     z = f * f
     p: np.ndarray = np.full_like(z, _COEFFICIENTS[0])
     for c in _COEFFICIENTS[1:]:
         p = p * z + c
-    return exponent * _LN2 + (f + f) * p
+    result: np.ndarray = exponent * _LN2 + (f + f) * p
+    return result
 
 
 def make_noise(hashes: np.ndarray) -> np.ndarray:
     """Gumbel noise, float64, of hashed tokens."""
     u = (hashes.astype(np.float64) + 0.5) * 2.0**-32
-    return -_log(-_log(u))
+    noise: np.ndarray = -_log(-_log(u))
+    return noise
 
 
 def min_hash_for(noise: float) -> int:

@@ -1,7 +1,7 @@
 """The steps that change a row of logits before a token is drawn, in the order in which the sampler applies them.
 
-Each works in place on one float32 row ``[V]``, so that no result can depend on another row of the batch. ``-inf`` forbids
-a token; nothing later in the order brings it back.
+Each works in place on one float32 row ``[V]``, so that no result can depend on another row of the batch. ``-inf``
+forbids a token; nothing later in the order brings it back.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """Turns rows of logits into tokens, one row at a time.
 
-Order per row: grammar mask, allowed ids, bias, min_tokens, penalties (repetition, then frequency and presence), bad words,
-temperature, min_p, top-k, top-p, Gumbel-max; temperature 0 takes the arg max after bad words. Log-probabilities are of the
-raw row, before the mask. Ties break to the lower id.
+Order per row: grammar mask, allowed ids, bias, min_tokens, penalties (repetition, then frequency and presence), bad
+words, temperature, min_p, top-k, top-p, Gumbel-max; temperature 0 takes the arg max after bad words.
+Log-probabilities are of the raw row, before the mask. Ties break to the lower id.
 
-Every row is worked on alone, in a scratch row at a fixed address, so its result does not depend on its batch mates; rows
-that ask for nothing cost one arg max. A row that fails (non-finite logits, nothing left to choose from, any exception)
-gets an error and no token; the others go on.
+Every row is worked on alone, in a scratch row at a fixed address, so its result does not depend on its batch mates;
+rows that ask for nothing cost one arg max. A row that fails (non-finite logits, nothing left to choose from, any
+exception) gets an error and no token; the others go on.
 """
 
 from __future__ import annotations

@@ -1,0 +1,143 @@
+"""Which captured graph a step may replay, and how a forward is run.
+
+`dispatch` is a pure function of the step's shape and of what was captured. The same interface serves CUDA graphs (fixed
+sizes, padded up to) and the CPU's captured plan (rows are a parameter, no padding).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Protocol
+
+import torch
+
+from headrace.device.attention.metadata import ForwardContext
+from headrace.device.distributed.groups import IntermediateTensors
+
+
+class GraphMode(str, Enum):
+    """How much of a forward is replayed: all, all but some parts, nothing."""
+
+    FULL = "FULL"
+    PIECEWISE = "PIECEWISE"
+    EAGER = "EAGER"
+
+
+@dataclass(frozen=True, slots=True)
+class BatchDescriptor:
+    """The shape of a step as far as graphs depend on it. ``uniform_query_len`` is 0 when query lengths differ."""
+
+    num_tokens: int
+    num_reqs: int
+    uniform_query_len: int = 0
+    has_lora: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class CapturedGraph:
+    """What one graph can replay.
+
+    Attributes:
+        max_tokens, max_reqs: the largest step.
+        uniform_query_len: the only query length it knows, or 0 for any mix.
+        pads: whether a smaller step must be padded to ``max_tokens``.
+    """
+
+    mode: GraphMode
+    max_tokens: int
+    max_reqs: int
+    uniform_query_len: int = 0
+    has_lora: bool = False
+    pads: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class CapturedGraphs:
+    """All that was captured; ``why_none`` says why a step without a graph has none."""
+
+    graphs: tuple[CapturedGraph, ...] = ()
+    why_none: str = "no graph was captured"
+
+
+@dataclass(frozen=True, slots=True)
+class Dispatch:
+    """The choice for a step. ``num_tokens`` includes padding; ``graph`` is ``None`` under EAGER."""
+
+    mode: GraphMode
+    reason: str
+    num_tokens: int
+    graph: CapturedGraph | None = None
+
+
+def dispatch(descriptor: BatchDescriptor, captured: CapturedGraphs) -> Dispatch:
+    """The smallest fitting graph, FULL before PIECEWISE before EAGER."""
+    refusals: dict[str, None] = {}
+    fitting = []
+    for graph in captured.graphs:
+        why_not = _refuse(graph, descriptor)
+        if why_not is None:
+            fitting.append(graph)
+        else:
+            refusals[f"{graph.mode.value}: {why_not}"] = None
+    if not fitting:
+        return Dispatch(GraphMode.EAGER, "; ".join(refusals) or captured.why_none, descriptor.num_tokens)
+    best = min(fitting, key=lambda g: (g.mode is not GraphMode.FULL, g.max_tokens, g.max_reqs))
+    size = best.max_tokens if best.pads else descriptor.num_tokens
+    if best.mode is GraphMode.FULL:
+        reason = "fits a captured graph"
+    else:
+        reason = "; ".join(r for r in refusals if r.startswith("FULL")) or "only pieces were captured"
+    return Dispatch(best.mode, reason, size, best)
+
+
+def _refuse(graph: CapturedGraph, descriptor: BatchDescriptor) -> str | None:
+    if descriptor.num_tokens > graph.max_tokens:
+        return f"{descriptor.num_tokens} tokens exceed {graph.max_tokens}"
+    if descriptor.num_reqs > graph.max_reqs:
+        return f"{descriptor.num_reqs} requests exceed {graph.max_reqs}"
+    if graph.uniform_query_len not in (0, descriptor.uniform_query_len):
+        return f"query lengths are not all {graph.uniform_query_len}"
+    if descriptor.has_lora != graph.has_lora:
+        return "adapters are in use" if descriptor.has_lora else "captured for adapters"
+    return None
+
+
+class ForwardModel(Protocol):
+    """A model, or the part of it that a pipeline stage holds."""
+
+    def forward(
+        self, ids: torch.Tensor, ctx: ForwardContext, intermediate: IntermediateTensors | None = None
+    ) -> torch.Tensor | IntermediateTensors:
+        """Hidden states ``[T, H]``, or what the next stage takes."""
+        ...
+
+    def compute_logits(self, hidden_rows: torch.Tensor) -> torch.Tensor:
+        """Float32 logits ``[R', V]``."""
+        ...
+
+
+class GraphRunner(Protocol):
+    """Runs forwards, by replay where a graph was captured."""
+
+    captured: CapturedGraphs
+
+    def run(
+        self, choice: Dispatch, ids: torch.Tensor, ctx: ForwardContext, intermediate: IntermediateTensors | None
+    ) -> torch.Tensor | IntermediateTensors:
+        """The model's forward for a step that was dispatched as ``choice``; all inputs lie in persistent buffers."""
+        ...
+
+
+@dataclass(slots=True)
+class EagerRunner:
+    """Captures nothing and calls the model."""
+
+    model: ForwardModel
+    captured: CapturedGraphs = field(default_factory=CapturedGraphs)
+
+    def run(
+        self, choice: Dispatch, ids: torch.Tensor, ctx: ForwardContext, intermediate: IntermediateTensors | None
+    ) -> torch.Tensor | IntermediateTensors:
+        assert choice.mode is GraphMode.EAGER
+        return self.model.forward(ids, ctx, intermediate)

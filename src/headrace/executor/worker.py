@@ -1,0 +1,214 @@
+"""One rank: builds platform, operators, model and runner, and carries out what the executor asks of it.
+
+Owns everything that lives on the device. It has no thread of its own: an executor calls it, always from the same
+thread. Sleeping gives memory back by dropping the runner (KV blocks, rows, buffers) and, at level 2, the model too;
+waking builds them again from the same plan.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from headrace.base.clock import Clock
+from headrace.base.errors import ConfigError, RequestFailedError
+from headrace.base.logging import get_logger
+from headrace.base.progress import ProgressWord
+from headrace.config.sections import EngineConfig
+from headrace.config.units import format_size
+from headrace.device.loading.loader import LoadedModel, load_model
+from headrace.device.ops.registry import make_ops
+from headrace.device.platform.cpu import CpuPlatform
+from headrace.device.platform.hardware import detect_hardware
+from headrace.device.runner.graphs import CapturedGraphs, EagerRunner
+from headrace.device.runner.kv_memory import KVMemory
+from headrace.device.runner.model_runner import ModelRunner, RunnerLimits
+from headrace.executor.base import ExecutorReady
+from headrace.messages.kv_cache import KVCacheConfig
+from headrace.messages.requests import AnyControl, Reload, Sleep, Wake
+from headrace.messages.runner_output import ModelRunnerOutput
+from headrace.messages.scheduler_output import GrammarOutput, SchedulerOutput
+
+logger = get_logger(__name__)
+
+
+class Worker:
+    """See the module.
+
+    Args:
+        config: resolved configuration.
+        progress: moved by every layer and once per loaded tensor.
+        clock: for times of start-up and of steps.
+    """
+
+    def __init__(self, config: EngineConfig, progress: ProgressWord, clock: Clock) -> None:
+        self._config = config
+        self._progress = progress
+        self._clock = clock
+        self._loaded: LoadedModel | None = None
+        self._runner: ModelRunner | None = None
+        self._plan: KVCacheConfig | None = None
+        self._verbs: dict[type, Callable[[Any], None]] = {
+            Sleep: self._sleep,
+            Wake: self._wake,
+            Reload: self._reload,
+        }
+
+    def load(self) -> ExecutorReady:
+        """Build everything but the KV cache.
+
+        Raises:
+            ModelFileError, ConfigError: with the remedy.
+        """
+        began = self._clock.monotonic()
+        platform = CpuPlatform.from_config(self._config)
+        platform.apply_threads()
+        self._ops = make_ops(self._config)
+        built = self._clock.monotonic()
+        loaded = self._loaded = self._load_model()
+        cache, choice = self._config.cache, loaded.attention
+        logger.info("attention: %s (%s)", choice.backend.name, choice.reason)
+        return ExecutorReady(
+            layer_specs=[
+                choice.backend.make_spec(facts, cache.block_size, cache.kv_cache_dtype)
+                for facts in loaded.model.layer_facts()
+            ],
+            available_bytes=self._available_bytes(),
+            vocab_size=self._config.architecture.vocab_size,
+            attention=f"{choice.backend.name}: {choice.reason}",
+            refused=choice.refused,
+            phases_ms={
+                "device": (built - began) * 1e3,
+                "weights": (self._clock.monotonic() - built) * 1e3,
+            },
+        )
+
+    def initialize_kv_cache(self, plan: KVCacheConfig) -> None:
+        """Allocate blocks, rows and buffers."""
+        loaded, config = self._loaded, self._config
+        assert loaded is not None, "load comes first"
+        self._plan = plan
+        self._runner = ModelRunner(
+            loaded.model,
+            self._ops,
+            EagerRunner(loaded.model, CapturedGraphs(why_none=self._why_eager())),
+            plan,
+            KVMemory(plan, loaded.attention.backend),
+            RunnerLimits(
+                max_num_seqs=config.scheduler.max_num_seqs,
+                max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
+                max_model_len=config.max_model_len,
+                vocab_size=config.architecture.vocab_size,
+            ),
+            self._clock,
+            self._progress,
+        )
+
+    @torch.inference_mode()
+    def execute(self, step: SchedulerOutput) -> ModelRunnerOutput | None:
+        """Run a step's forward; ``None`` when `sample` must follow."""
+        output = self._awake().execute_model(step)
+        assert output is None or isinstance(output, ModelRunnerOutput), "a single stage hands nothing on"
+        return output
+
+    @torch.inference_mode()
+    def sample(self, grammar: GrammarOutput | None) -> ModelRunnerOutput:
+        """Sample the last forward."""
+        return self._awake().sample_tokens(grammar)
+
+    def control(self, request: AnyControl) -> Any:
+        """Apply a verb.
+
+        Raises:
+            RequestFailedError: a verb that workers do not know.
+        """
+        verb = self._verbs.get(type(request))
+        if verb is None:
+            raise RequestFailedError(f"workers cannot serve '{type(request).__name__}'")
+        return verb(request)
+
+    def _awake(self) -> ModelRunner:
+        if self._runner is None:
+            raise RuntimeError("the worker is asleep or has no KV cache yet")
+        return self._runner
+
+    def _load_model(self) -> LoadedModel:
+        bar = _LoadingBar(self._progress)
+        try:
+            return load_model(self._config, self._ops, progress=bar.update)
+        finally:
+            bar.close()
+
+    def _available_bytes(self) -> int:
+        """What KV blocks may take: the size asked for, or a share of what is free now that the weights are loaded."""
+        cache = self._config.cache
+        free = detect_hardware().available_memory_bytes
+        if not cache.kv_cache_memory:
+            return int(free * cache.kv_cache_share)
+        if cache.num_kv_blocks is None and cache.kv_cache_memory > free:
+            raise ConfigError(
+                f"--kv-cache-memory {format_size(cache.kv_cache_memory)} is more than the {format_size(free)} "
+                "that are free; give less"
+            )
+        return cache.kv_cache_memory
+
+    def _why_eager(self) -> str:
+        if self._config.device.enforce_eager:
+            return "--enforce-eager"
+        return f"the {self._ops.name} operators are called one by one"
+
+    def _sleep(self, request: Sleep) -> None:
+        self._runner = None
+        if request.level >= 2:
+            self._loaded = None
+
+    def _wake(self, request: Wake) -> None:
+        wanted = set(request.tags) or {"weights", "kv_cache"}
+        if "weights" in wanted and self._loaded is None:
+            self._loaded = self._load_model()
+        if "kv_cache" in wanted and self._runner is None:
+            assert self._plan is not None
+            if self._loaded is None:
+                raise RequestFailedError("KV blocks need the weights: wake 'weights' first")
+            self.initialize_kv_cache(self._plan)
+
+    def _reload(self, request: Reload) -> None:
+        """Weights of the same architecture; the old ones stay in force when the new ones cannot be loaded."""
+        assert self._plan is not None
+        before = self._config
+        if request.path is not None:
+            self._config = replace(before, model_path=request.path)
+        try:
+            self._loaded = self._load_model()
+        except Exception:
+            self._config = before
+            raise
+        self._runner = None
+        self.initialize_kv_cache(self._plan)
+
+
+class _LoadingBar:
+    """Shows a terminal's user how far the weights are, and moves the progress word."""
+
+    def __init__(self, progress: ProgressWord) -> None:
+        self._progress = progress
+        self._bar: Any = None
+
+    def update(self, done: int, total: int) -> None:
+        """Called with the bytes loaded and the bytes in all."""
+        self._progress.advance()
+        if self._bar is None and sys.stderr.isatty():
+            from tqdm import tqdm
+
+            self._bar = tqdm(total=total, unit="B", unit_scale=True, desc="loading weights", leave=False)
+        if self._bar is not None:
+            self._bar.update(done - self._bar.n)
+
+    def close(self) -> None:
+        """Take the bar away."""
+        if self._bar is not None:
+            self._bar.close()
