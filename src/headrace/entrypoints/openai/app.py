@@ -1,0 +1,184 @@
+"""The application: which path leads to which handler, and what every request passes on its way.
+
+`Edge` stands in front of all routes: it names the request, checks the key, refuses work while draining, and counts what
+is in flight. Handlers return responses or raise; `errors.describe` turns what they raise into an answer.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+import headrace
+from headrace.base.errors import NotAcceptingError
+from headrace.entrypoints.openai import generate, models, tokenize
+from headrace.entrypoints.openai.auth import OPEN_PATHS, KeyGuard
+from headrace.entrypoints.openai.context import ServerContext
+from headrace.entrypoints.openai.errors import ApiError, describe
+from headrace.entrypoints.openai.protocol import MAX_ID_CHARS, REQUEST_BODIES
+from headrace.entrypoints.openai.sse import ClientGone
+from headrace.observability.metrics import CONTENT_TYPE
+
+Handler = Callable[[ServerContext, Request], Awaitable[Response]]
+
+CLIENT_GONE_STATUS = 499
+
+
+def json_response(value: Any, status: int = 200) -> Response:
+    """``value`` as JSON."""
+    return Response(msgspec.json.encode(value), status, media_type="application/json")
+
+
+class Edge:
+    """ASGI middleware that every request passes.
+
+    Args:
+        app: the routes.
+        context: state of the server.
+        guard: who may call.
+    """
+
+    def __init__(self, app: ASGIApp, context: ServerContext, guard: KeyGuard) -> None:
+        self._app = app
+        self._context = context
+        self._guard = guard
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = dict(scope["headers"])
+        state = scope.setdefault("state", {})
+
+        async def send_named(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message["headers"], (b"x-request-id", state["request_id"].encode())]
+            await send(message)
+
+        state["request_id"] = uuid.uuid4().hex
+        try:
+            state["request_id"] = _client_id(headers.get(b"x-request-id")) or state["request_id"]
+            self._check(scope, headers)
+        except Exception as error:  # a border: whatever is wrong becomes the answer
+            await describe(error).response()(scope, receive, send_named)
+            return
+        counted = scope["path"] not in OPEN_PATHS
+        self._context.num_in_flight += counted
+        try:
+            await self._app(scope, receive, send_named)
+        finally:
+            self._context.num_in_flight -= counted
+
+    def _check(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
+        if not self._guard.allows(scope["path"], headers.get(b"authorization")):
+            raise ApiError(401, "a valid API key is required in the Authorization header", code="invalid_api_key")
+        if self._context.draining and scope["method"] == "POST":
+            raise NotAcceptingError("the server is shutting down and takes no new requests")
+
+
+def _client_id(header: bytes | None) -> str | None:
+    """The client's own name for its request."""
+    if not header:
+        return None
+    if len(header) > MAX_ID_CHARS or not all(0x21 <= byte < 0x7F for byte in header):
+        message = f"X-Request-Id must be at most {MAX_ID_CHARS} printable ASCII characters"
+        raise ApiError(400, message, param="X-Request-Id")
+    return header.decode()
+
+
+async def _health(context: ServerContext, request: Request) -> Response:
+    illness = context.illness()
+    return Response(status_code=200) if illness is None else _unavailable(illness)
+
+
+async def _ready(context: ServerContext, request: Request) -> Response:
+    if context.draining:
+        return _unavailable("the server is shutting down")
+    illness = context.illness()
+    return Response(status_code=200) if illness is None else _unavailable(illness)
+
+
+def _unavailable(message: str) -> Response:
+    return describe(ApiError(503, message, code="unavailable")).response()
+
+
+async def _version(context: ServerContext, request: Request) -> Response:
+    return json_response({"version": headrace.__version__})
+
+
+async def _load(context: ServerContext, request: Request) -> Response:
+    # This very request is in flight too, but it is not load.
+    return json_response({"server_load": context.num_in_flight - 1})
+
+
+async def _metrics(context: ServerContext, request: Request) -> Response:
+    return Response(context.metrics.render(), headers={"Content-Type": CONTENT_TYPE})
+
+
+ROUTES: list[tuple[str, str, Handler]] = [
+    ("GET", "/health", _health),
+    ("GET", "/ready", _ready),
+    ("GET", "/version", _version),
+    ("GET", "/load", _load),
+    ("GET", "/metrics", _metrics),
+    ("GET", "/v1/models", models.list_models),
+    ("GET", "/v1/models/{model:path}", models.get_model),
+    ("POST", "/v1/completions", generate.complete),
+    ("POST", "/v1/chat/completions", generate.chat),
+    ("POST", "/tokenize", tokenize.tokenize),
+    ("POST", "/detokenize", tokenize.detokenize),
+]
+
+
+def _endpoint(context: ServerContext, handler: Handler) -> Callable[[Request], Awaitable[Response]]:
+    async def endpoint(request: Request) -> Response:
+        try:
+            return await handler(context, request)
+        except ClientGone:
+            return Response(status_code=CLIENT_GONE_STATUS)
+        except Exception as error:  # the border between a request and the server
+            return describe(error).response()
+
+    return endpoint
+
+
+def openapi_document() -> dict[str, Any]:
+    """The OpenAPI page, from the same structs that parse the bodies."""
+    _, schemas = msgspec.json.schema_components(REQUEST_BODIES.values(), ref_template="#/components/schemas/{name}")
+    paths: dict[str, dict[str, Any]] = {}
+    for method, path, _ in ROUTES:
+        operation: dict[str, Any] = {"responses": {"200": {"description": "OK"}, "4XX": {"description": "Refused"}}}
+        if kind := REQUEST_BODIES.get(path):
+            operation["summary"] = (kind.__doc__ or "").strip().splitlines()[0]
+            schema = {"$ref": f"#/components/schemas/{kind.__name__}"}
+            operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
+        paths.setdefault(path.replace(":path", ""), {})[method.lower()] = operation
+    info = {"title": "headrace", "version": headrace.__version__}
+    return {"openapi": "3.1.0", "info": info, "paths": paths, "components": {"schemas": schemas}}
+
+
+def make_app(context: ServerContext) -> ASGIApp:
+    """Return the application for a server."""
+    app = FastAPI(title="headrace", root_path=context.options.root_path, redoc_url=None)
+    app.openapi = openapi_document  # type: ignore[method-assign]
+    for method, path, handler in ROUTES:
+        app.add_route(path, _endpoint(context, handler), methods=[method])
+
+    async def refuse(request: Request, error: Exception) -> Response:
+        return describe(error).response()
+
+    app.add_exception_handler(HTTPException, refuse)
+    edge: ASGIApp = Edge(app, context, KeyGuard(context.options.api_key))
+    if context.options.allowed_origin:
+        origins = list(context.options.allowed_origin)
+        edge = CORSMiddleware(edge, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
+    return edge

@@ -1,0 +1,174 @@
+"""``/v1/chat/completions``: messages in, a message out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from headrace.base.errors import InvalidRequestError
+from headrace.entrypoints.openai.context import ServerContext
+from headrace.entrypoints.openai.generation import UsageCounter, Work, check_output
+from headrace.entrypoints.openai.logprobs import chat_logprobs, prompt_logprobs_json
+from headrace.entrypoints.openai.protocol import ChatMessage, ChatRequest, TokenizeRequest
+from headrace.entrypoints.openai.refusals import check_refusals
+from headrace.entrypoints.openai.sampling import check_stream_fields, make_sampling
+from headrace.entrypoints.openai.sse import ChunkTemplate, event
+from headrace.frontend.input_processor import PromptTokens
+from headrace.messages.request_output import CompletionOutput, RequestOutput
+
+_MARK = "\x00text\x00"
+
+
+def check_chat(body: ChatRequest) -> None:
+    """Refuse contradictions that need no model."""
+    check_refusals(body)
+    check_stream_fields(body)
+    if body.top_logprobs is not None and not body.logprobs:
+        raise InvalidRequestError("top_logprobs needs logprobs: true", param="top_logprobs")
+    if body.stream and body.prompt_logprobs is not None:
+        raise InvalidRequestError("prompt_logprobs cannot be streamed", param="prompt_logprobs")
+    for name in ("max_tokens", "max_completion_tokens"):
+        value = getattr(body, name)
+        if value is not None and value < 1:
+            raise InvalidRequestError(f"{name} must be at least 1", param=name)
+
+
+def _as_dict(message: ChatMessage) -> dict[str, Any]:
+    """A message as the template gets it, without what is null."""
+    fields = msgspec.structs.asdict(message)
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+async def render(context: ServerContext, body: ChatRequest | TokenizeRequest) -> PromptTokens:
+    """The prompt of a chat, alike for answering and for counting."""
+    assert body.messages is not None
+    generation = not body.continue_final_message if body.add_generation_prompt is None else body.add_generation_prompt
+    return await context.llm.tokenize_chat(
+        [_as_dict(message) for message in body.messages],
+        add_generation_prompt=generation,
+        continue_final_message=bool(body.continue_final_message),
+        chat_template_kwargs=body.chat_template_kwargs,
+    )
+
+
+@dataclass
+class ChatCall:
+    """One request of this route, from its checked body to its answer."""
+
+    context: ServerContext
+    body: ChatRequest
+    answer_id: str
+    model: str
+    work: Work
+    created: int = field(default_factory=lambda: int(time.time()))
+    counter: UsageCounter = field(default_factory=UsageCounter)
+    _templates: dict[int, ChunkTemplate] = field(default_factory=dict)
+
+    @classmethod
+    async def prepare(cls, context: ServerContext, body: ChatRequest, request_id: str) -> ChatCall:
+        """Check everything, render and tokenise; nothing is queued yet."""
+        check_chat(body)
+        model = context.check_model(body.model)
+        answer_id = f"chatcmpl-{request_id}"
+        asked = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+        default = context.sampling_defaults.get("max_tokens")
+        sampling = make_sampling(
+            body,
+            context.sampling_defaults,
+            max_tokens=default if asked is None else asked,
+            logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        )
+        prompt = await render(context, body)
+        return cls(context, body, answer_id, model, Work(answer_id, [prompt], sampling, body))
+
+    async def answer(self) -> dict[str, Any]:
+        """The whole answer."""
+        final: RequestOutput | None = None
+        async for _, output in self.work.run(self.context):
+            final = output
+        assert final is not None
+        choices = []
+        for one in final.outputs:
+            check_output(one)
+            self.counter.add(0, final, len(one.token_ids))
+            choices.append(self._full_choice(one))
+        answer = {**self._head("chat.completion"), "choices": choices, "usage": self.counter.usage()}
+        if self.body.prompt_logprobs is not None:
+            answer["prompt_logprobs"] = prompt_logprobs_json(final.prompt_logprobs)
+        if self.body.return_token_ids:
+            answer["prompt_token_ids"] = final.prompt_token_ids
+        return answer
+
+    def _full_choice(self, one: CompletionOutput) -> dict[str, Any]:
+        choice: dict[str, Any] = {
+            "index": one.index,
+            "message": {"role": "assistant", "content": one.text, "refusal": None},
+            "logprobs": self._logprobs(one),
+            "finish_reason": one.finish_reason,
+            "stop_reason": one.stop_reason,
+        }
+        if self.body.return_token_ids:
+            choice["token_ids"] = one.token_ids
+        return choice
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {"id": self.answer_id, "object": kind, "created": self.created, "model": self.model}
+
+    def _logprobs(self, one: CompletionOutput) -> dict[str, Any] | None:
+        if not self.body.logprobs:
+            return None
+        as_ids = bool(self.body.return_tokens_as_token_ids)
+        return chat_logprobs(one.logprobs or [], self.body.top_logprobs or 0, as_ids, self.context.token_bytes)
+
+    async def stream(self) -> AsyncGenerator[bytes, None]:
+        """Events of the answer, without ``[DONE]``."""
+        options = self.body.stream_options
+        usage_on_each = bool(options and options.continuous_usage_stats)
+        async for _, output in self.work.run(self.context):
+            events = []
+            for one in output.outputs:
+                check_output(one)
+                self.counter.add(0, output, len(one.token_ids))
+                if one.index not in self._templates:
+                    events.append(self._first_chunk(one.index, output, usage_on_each))
+                if chunk := self._chunk(one, usage_on_each):
+                    events.append(chunk)
+            if events:
+                yield b"".join(events)
+        if options and options.include_usage:
+            yield event({**self._head("chat.completion.chunk"), "choices": [], "usage": self.counter.usage()})
+
+    def _first_chunk(self, index: int, output: RequestOutput, with_usage: bool) -> bytes:
+        shape = {"index": index, "delta": {"content": _MARK}, "logprobs": None, "finish_reason": None}
+        head = self._head("chat.completion.chunk")
+        self._templates[index] = ChunkTemplate.around({**head, "choices": [shape]}, _MARK)
+        choice = {**shape, "delta": {"role": "assistant", "content": ""}}
+        chunk: dict[str, Any] = {**head, "choices": [choice]}
+        if self.body.return_token_ids:
+            chunk["prompt_token_ids"] = output.prompt_token_ids
+        if with_usage:
+            chunk["usage"] = self.counter.usage()
+        return event(chunk)
+
+    def _chunk(self, one: CompletionOutput, with_usage: bool) -> bytes | None:
+        plain = not self.body.logprobs and not self.body.return_token_ids and not with_usage
+        if plain and one.finish_reason is None:
+            return self._templates[one.index].fill(one.text) if one.text else None
+        choice: dict[str, Any] = {
+            "index": one.index,
+            "delta": {"content": one.text} if one.text else {},
+            "logprobs": self._logprobs(one),
+            "finish_reason": one.finish_reason,
+        }
+        if one.finish_reason is not None:
+            choice["stop_reason"] = one.stop_reason
+        if self.body.return_token_ids:
+            choice["token_ids"] = one.token_ids
+        chunk: dict[str, Any] = {**self._head("chat.completion.chunk"), "choices": [choice]}
+        if with_usage:
+            chunk["usage"] = self.counter.usage()
+        return event(chunk)

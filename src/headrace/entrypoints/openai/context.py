@@ -1,0 +1,90 @@
+"""What handlers need of the rest of the server, in one object."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from headrace.base.errors import EngineDeadError, InvalidRequestError
+from headrace.entrypoints.openai.options import ServerOptions
+from headrace.frontend.detokenizer import split_text
+from headrace.observability.metrics import EngineMetrics
+
+if TYPE_CHECKING:
+    from headrace.frontend.async_llm import AsyncLLM
+    from headrace.frontend.tokenizer import Tokenizer
+
+
+class ServerContext:
+    """Owns the server's own state: whether it drains, and what is in flight.
+
+    Args:
+        llm: the frontend, started.
+        model_name: what clients call the model.
+        options: of the server.
+        metrics: the observer that ``llm`` reports to.
+    """
+
+    def __init__(self, llm: AsyncLLM, model_name: str, options: ServerOptions, metrics: EngineMetrics) -> None:
+        self.llm = llm
+        self.model_name = model_name
+        self.options = options
+        self.metrics = metrics
+        self.started = int(time.time())
+        self.draining = False
+        self.num_in_flight = 0
+
+    @property
+    def max_model_len(self) -> int:
+        """The context in force."""
+        return self.llm.input.limits.max_model_len
+
+    @property
+    def vocab_size(self) -> int:
+        """Width of the logits."""
+        return self.llm.input.limits.vocab_size
+
+    @property
+    def sampling_defaults(self) -> Mapping[str, Any]:
+        """The model's own sampling values, by field name."""
+        return self.llm.input.defaults
+
+    @property
+    def dead_reason(self) -> str | None:
+        """Why the engine is gone, or ``None``."""
+        return self.llm.client.dead_reason
+
+    def illness(self) -> str | None:
+        """Why the engine cannot be trusted now, or ``None``."""
+        try:
+            self.llm.check_health()
+        except EngineDeadError as error:
+            return str(error)
+        return None
+
+    def check_model(self, name: str | None) -> str:
+        """Return the model's name; raises `InvalidRequestError` for another one."""
+        if name is not None and name != self.model_name:
+            message = f"this server has no such model; it serves '{self.model_name}'"
+            raise InvalidRequestError(message, param="model", code="model_not_found")
+        return self.model_name
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer; raises `InvalidRequestError` when the model has none."""
+        if self.llm.tokenizer is None:
+            raise InvalidRequestError("this model has no tokenizer", code="no_tokenizer")
+        return self.llm.tokenizer
+
+    def decode(self, token_ids: list[int]) -> str:
+        """Text of ids, special tokens included."""
+        return self.tokenizer.decode(token_ids, skip_special_tokens=False)
+
+    def pieces(self, token_ids: list[int]) -> list[str]:
+        """One text per id; joined they are the whole text."""
+        return split_text(self.tokenizer, token_ids)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes of one token."""
+        return self.tokenizer.token_bytes[token_id]

@@ -1,0 +1,69 @@
+"""The handlers of the generating routes: read, check, then answer whole or as a stream.
+
+A stream's status is sent with its first event, so that whatever fails before the first token is a plain error answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from typing import Any, Protocol
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from headrace.entrypoints.openai.body import check_content_type, parse, read_body
+from headrace.entrypoints.openai.chat import ChatCall
+from headrace.entrypoints.openai.completions import CompletionCall
+from headrace.entrypoints.openai.context import ServerContext
+from headrace.entrypoints.openai.protocol import ChatRequest, CompletionRequest, GenerationFields
+from headrace.entrypoints.openai.sse import EventStream, until_hangup
+
+
+class Call(Protocol):
+    """A checked request."""
+
+    async def answer(self) -> dict[str, Any]:
+        """The whole answer."""
+        ...
+
+    def stream(self) -> AsyncGenerator[bytes, None]:
+        """Its events."""
+        ...
+
+
+async def complete(context: ServerContext, request: Request) -> Response:
+    """``POST /v1/completions``."""
+    check_content_type(request)
+    body = parse(await read_body(request, context.options.max_body), CompletionRequest)
+    call = await CompletionCall.prepare(context, body, _name(request, body))
+    return await _deliver(call, request, bool(body.stream))
+
+
+async def chat(context: ServerContext, request: Request) -> Response:
+    """``POST /v1/chat/completions``."""
+    check_content_type(request)
+    body = parse(await read_body(request, context.options.max_body), ChatRequest)
+    call = await ChatCall.prepare(context, body, _name(request, body))
+    return await _deliver(call, request, bool(body.stream))
+
+
+def _name(request: Request, body: GenerationFields) -> str:
+    """The request's id: the body's, else the header's, else a new one."""
+    if body.request_id is not None and body.request_id.isascii() and body.request_id.isprintable():
+        request.state.request_id = body.request_id
+    name: str = request.state.request_id
+    return name
+
+
+async def _deliver(call: Call, request: Request, stream: bool) -> Response:
+    if not stream:
+        answer = await until_hangup(call.answer(), request.receive)
+        return Response(msgspec.json.encode(answer), media_type="application/json")
+    events = call.stream()
+    try:
+        first = await until_hangup(anext(events, b""), request.receive)
+    except BaseException:
+        await events.aclose()
+        raise
+    return EventStream(first, events)

@@ -1,0 +1,118 @@
+"""What completions and chat share: sending prompts, merging their outputs, and counting.
+
+All prompts of a body are admitted or none is. Leaving `run` in any way closes every stream, which aborts what has not
+ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from headrace.base.errors import RequestFailedError
+from headrace.entrypoints.openai.protocol import GenerationFields, Usage, make_usage
+from headrace.messages.request_output import CompletionOutput, RequestOutput
+from headrace.messages.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from headrace.entrypoints.openai.context import ServerContext
+    from headrace.frontend.input_processor import PromptTokens
+    from headrace.frontend.stream import OutputStream
+
+Item = tuple[int, RequestOutput]
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What is sent to the engine: prompts, each answered ``sampling.n`` times."""
+
+    answer_id: str
+    prompts: list[PromptTokens]
+    sampling: SamplingParams
+    body: GenerationFields
+
+    async def run(self, context: ServerContext) -> AsyncGenerator[Item, None]:
+        """Yield ``(index of the prompt, output)`` as outputs arrive."""
+        streams = await context.llm.add_requests(
+            self.prompts,
+            self.sampling,
+            self.answer_id,
+            priority=self.body.priority or 0,
+            cache_salt=self.body.cache_salt,
+        )
+        try:
+            if len(streams) == 1:
+                async for output in streams[0]:
+                    yield 0, output
+            else:
+                merged = _merge(streams)
+                try:
+                    async for item in merged:
+                        yield item
+                finally:
+                    await merged.aclose()
+        finally:
+            for stream in streams:
+                stream.close()
+
+
+async def _merge(streams: list[OutputStream]) -> AsyncGenerator[Item, None]:
+    """Outputs of several streams in order of arrival; the first error ends all."""
+    # One place only, so that what arrives for a slow client is merged in the streams and not kept here.
+    queue: asyncio.Queue[Item | BaseException | None] = asyncio.Queue(maxsize=1)
+    pumps = [asyncio.create_task(_pump(index, stream, queue)) for index, stream in enumerate(streams)]
+    try:
+        running = len(pumps)
+        while running:
+            item = await queue.get()
+            if item is None:
+                running -= 1
+            elif isinstance(item, BaseException):
+                raise item
+            else:
+                yield item
+    finally:
+        for pump in pumps:
+            pump.cancel()
+        for pump in pumps:
+            with suppress(asyncio.CancelledError):
+                await pump
+
+
+async def _pump(index: int, stream: OutputStream, queue: asyncio.Queue[Item | BaseException | None]) -> None:
+    try:
+        async for output in stream:
+            await queue.put((index, output))
+    except Exception as error:  # handed to the one who waits, who raises it
+        await queue.put(error)
+        return
+    await queue.put(None)
+
+
+class UsageCounter:
+    """Tokens of all prompts and answers of a request; each prompt counts once."""
+
+    def __init__(self) -> None:
+        self._prompts: dict[int, tuple[int, int]] = {}
+        self._completion = 0
+
+    def add(self, index: int, output: RequestOutput, num_new_tokens: int) -> None:
+        """Count an output of the prompt with this index."""
+        self._completion += num_new_tokens
+        if index not in self._prompts or self._prompts[index][1] < output.num_cached_tokens:
+            self._prompts[index] = (len(output.prompt_token_ids), output.num_cached_tokens)
+
+    def usage(self) -> Usage:
+        """The sums so far."""
+        prompt = sum(tokens for tokens, _ in self._prompts.values())
+        cached = sum(hits for _, hits in self._prompts.values())
+        return make_usage(prompt, self._completion, cached)
+
+
+def check_output(output: CompletionOutput) -> None:
+    """Raise `RequestFailedError` for an answer that ended with an error."""
+    if output.finish_reason == "error":
+        raise RequestFailedError(output.error or "the request failed inside the engine")

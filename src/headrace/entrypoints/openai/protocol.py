@@ -1,0 +1,193 @@
+"""The bodies of requests: one schema that parses, validates types and feeds the OpenAPI page.
+
+A field that is absent or null is open, so that the model's own defaults can fill it. Unknown fields are refused by name.
+Fields typed ``Any`` are those of OpenAI's clients that headrace does not act on: `refusals` says which of their values
+change nothing and are therefore accepted.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta, Struct
+
+MAX_PROMPTS = 1024
+MAX_MESSAGES = 4096
+MAX_ID_CHARS = 128
+MAX_SALT_CHARS = 128
+
+ClientId = Annotated[str, Meta(min_length=1, max_length=MAX_ID_CHARS)]
+Salt = Annotated[str, Meta(min_length=1, max_length=MAX_SALT_CHARS)]
+
+
+class StreamOptions(Struct, kw_only=True, forbid_unknown_fields=True):
+    """What a stream carries beside its deltas."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class GenerationFields(Struct, kw_only=True, forbid_unknown_fields=True):
+    """What every generating route takes."""
+
+    model: str | None = None
+    # sampling
+    n: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    min_tokens: int | None = None
+    max_tokens: int | None = None
+    prompt_logprobs: int | None = None
+    logit_bias: dict[str, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    # delivery
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    # engine
+    priority: int | None = None
+    request_id: ClientId | None = None
+    cache_salt: Salt | None = None
+    add_special_tokens: bool | None = None
+    # accepted where they change nothing, see `refusals`
+    user: Any = None
+    metadata: Any = None
+    store: Any = None
+    service_tier: Any = None
+    safety_identifier: Any = None
+    prompt_cache_key: Any = None
+    response_format: Any = None
+    structured_outputs: Any = None
+    kv_transfer_params: Any = None
+    use_beam_search: Any = None
+    length_penalty: Any = None
+    truncate_prompt_tokens: Any = None
+
+
+class CompletionRequest(GenerationFields, kw_only=True, forbid_unknown_fields=True):
+    """Body of ``/v1/completions``."""
+
+    prompt: str | list[str | int | list[int]]
+    echo: bool | None = None
+    logprobs: int | None = None
+    best_of: int | None = None
+    suffix: Any = None
+
+
+class ChatMessage(Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """One turn. What templates do not read (``annotations``, …) is accepted and left out."""
+
+    role: str
+    content: str | list[dict[str, Any]] | None = None
+    name: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_call_id: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    refusal: Any = None
+    annotations: Any = None
+    audio: Any = None
+    function_call: Any = None
+
+
+class ChatRequest(GenerationFields, kw_only=True, forbid_unknown_fields=True):
+    """Body of ``/v1/chat/completions``."""
+
+    messages: Annotated[list[ChatMessage], Meta(max_length=MAX_MESSAGES)]
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template: Any = None
+    tools: Any = None
+    tool_choice: Any = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    max_completion_tokens: int | None = None
+    parallel_tool_calls: Any = None
+    functions: Any = None
+    function_call: Any = None
+    modalities: Any = None
+    audio: Any = None
+    prediction: Any = None
+    reasoning_effort: Any = None
+    verbosity: Any = None
+    web_search_options: Any = None
+    documents: Any = None
+    echo: Any = None
+
+
+class TokenizeRequest(Struct, kw_only=True, forbid_unknown_fields=True):
+    """Body of ``/tokenize``: either ``prompt`` or ``messages``."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[ChatMessage], Meta(max_length=MAX_MESSAGES)] | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template: Any = None
+    tools: Any = None
+    tool_choice: Any = None
+
+
+class DetokenizeRequest(Struct, kw_only=True, forbid_unknown_fields=True):
+    """Body of ``/detokenize``."""
+
+    tokens: list[int]
+    model: str | None = None
+
+
+class PromptTokensDetails(Struct, kw_only=True):
+    """Where prompt tokens came from."""
+
+    cached_tokens: int
+
+
+class Usage(Struct, kw_only=True):
+    """What a request used; a prompt counts once whatever ``n``."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+def make_usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> Usage:
+    """The usage of a request."""
+    total = prompt_tokens + completion_tokens
+    details = PromptTokensDetails(cached_tokens=cached_tokens)
+    return Usage(
+        prompt_tokens=prompt_tokens,
+        completion_tokens=completion_tokens,
+        total_tokens=total,
+        prompt_tokens_details=details,
+    )
+
+
+REQUEST_BODIES: dict[str, type[Struct]] = {
+    "/v1/completions": CompletionRequest,
+    "/v1/chat/completions": ChatRequest,
+    "/tokenize": TokenizeRequest,
+    "/detokenize": DetokenizeRequest,
+}
+DECODERS: dict[type[Struct], msgspec.json.Decoder[Any]] = {
+    kind: msgspec.json.Decoder(kind) for kind in REQUEST_BODIES.values()
+}

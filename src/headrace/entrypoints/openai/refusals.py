@@ -1,0 +1,73 @@
+"""Fields that headrace does not act on: which values change nothing, and what is said about all others.
+
+One table for every route. A stage that implements a field takes its row out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from headrace.base.errors import InvalidRequestError
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """``harmless`` tells whether a value (never null) asks for nothing; ``reason`` completes "<field>: …"."""
+
+    reason: str
+    harmless: Callable[[Any], bool] = lambda value: False
+
+
+def _one_of(*values: Any) -> Callable[[Any], bool]:
+    return lambda value: any(type(value) is type(known) and value == known for known in values)
+
+
+REFUSALS: dict[str, Refusal] = {
+    # They inform or file, but do not change the answer.
+    "user": Refusal("must be a string", lambda value: isinstance(value, str)),
+    "metadata": Refusal("must be an object", lambda value: isinstance(value, dict)),
+    "safety_identifier": Refusal("must be a string", lambda value: isinstance(value, str)),
+    "prompt_cache_key": Refusal("must be a string; use cache_salt to keep caches apart", lambda v: isinstance(v, str)),
+    "parallel_tool_calls": Refusal("must be a boolean", lambda value: isinstance(value, bool)),
+    "prediction": Refusal("must be an object", lambda value: isinstance(value, dict)),
+    "store": Refusal("answers are not stored; leave it out", _one_of(False)),
+    "service_tier": Refusal("there is one tier; use auto or default", _one_of("auto", "default")),
+    "modalities": Refusal('answers are text only; use ["text"]', _one_of(["text"])),
+    "verbosity": Refusal("not supported by this model; leave it out", _one_of("medium")),
+    "reasoning_effort": Refusal("not supported by this model; leave it out", _one_of("none")),
+    # They would change the answer.
+    "response_format": Refusal("only the type text is supported", _one_of({"type": "text"})),
+    "structured_outputs": Refusal("not supported", _one_of({})),
+    "tools": Refusal("not supported; leave it out"),
+    "tool_choice": Refusal("needs tools, which are not supported", _one_of("none", "auto")),
+    "functions": Refusal("deprecated and not supported"),
+    "function_call": Refusal("deprecated and not supported", _one_of("none", "auto")),
+    "audio": Refusal("answers are text only"),
+    "web_search_options": Refusal("the server does not search the web"),
+    "documents": Refusal("not supported; put the text into the messages", _one_of([])),
+    "suffix": Refusal("this model cannot fill in the middle", _one_of("")),
+    "echo": Refusal("chat answers do not repeat the prompt", _one_of(False)),
+    "chat_template": Refusal("templates in requests are not allowed; the operator sets one with --chat-template"),
+    "use_beam_search": Refusal("not supported", _one_of(False)),
+    "length_penalty": Refusal("belongs to beam search, which is not supported", _one_of(1.0, 1)),
+    "truncate_prompt_tokens": Refusal("not supported; shorten the prompt"),
+    "kv_transfer_params": Refusal("no KV connector is configured"),
+}
+
+
+def check_refusals(body: Any, skip: frozenset[str] = frozenset()) -> None:
+    """Raise `InvalidRequestError` for the first field of ``body`` that asks for something not done.
+
+    Args:
+        body: a request struct.
+        skip: fields that this body's route does act on.
+    """
+    for name in body.__struct_fields__:
+        rule = REFUSALS.get(name)
+        if rule is None or name in skip:
+            continue
+        value = getattr(body, name)
+        if value is not None and not rule.harmless(value):
+            raise InvalidRequestError(f"{name}: {rule.reason}", param=name, code="unsupported_parameter")

@@ -1,0 +1,269 @@
+"""The server process: starts the core, serves HTTP, drains, and dies aloud.
+
+Order of effects at start: the socket is bound (so that a taken port costs no model load), the core process is started,
+only then are FastAPI and the rest imported while the model loads, and the port answers when the core is ready.
+
+At the end: the first SIGTERM or SIGINT drains (new work is refused, what runs may finish for ``drain_s``, then it is
+ended); a second one stops at once. A dead core turns health red immediately and ends every stream; after its grace the
+process exits with status 1 and the root cause as its last line.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import socket
+import ssl
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any
+
+from headrace.base.errors import ConfigError, EngineDeadError
+from headrace.base.logging import get_logger
+from headrace.config.sections import EngineConfig
+from headrace.entrypoints.openai.options import ServerOptions
+
+if TYPE_CHECKING:
+    import uvicorn
+    from starlette.types import ASGIApp
+
+    from headrace.core.client import EngineCoreClient
+    from headrace.entrypoints.openai.context import ServerContext
+
+logger = get_logger(__name__)
+
+POLL_S = 0.05
+SHUTDOWN_GRACE_S = 3.0
+
+
+def run_server(config: EngineConfig, options: ServerOptions) -> int:
+    """Serve until told to stop; returns the process's exit status.
+
+    Raises:
+        ConfigError: the port is taken, TLS files are unusable, or a setting cannot work.
+        ModelFileError: the model cannot be loaded.
+    """
+    from headrace.core.make_client import make_client
+
+    started = time.monotonic()
+    listener = bind(options)
+    try:
+        client = make_client(config, "process")
+        import uvloop
+
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            return runner.run(_serve(config, options, listener, client, started))
+    finally:
+        listener.close()
+
+
+def bind(options: ServerOptions) -> socket.socket:
+    """Return the bound, not yet listening socket."""
+    family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((options.host, options.port))
+    except OSError as error:
+        listener.close()
+        reason = error.strerror or str(error)
+        message = f"cannot listen on {options.host}:{options.port}: {reason}; choose another --host or --port"
+        raise ConfigError(message) from None
+    listener.setblocking(False)
+    return listener
+
+
+async def _serve(
+    config: EngineConfig, options: ServerOptions, listener: socket.socket, client: EngineCoreClient, started: float
+) -> int:
+    signals = _Signals()
+    starting = asyncio.ensure_future(_start(config, options, client))
+    try:
+        # A signal while the model loads stops at once.
+        stop = asyncio.ensure_future(signals.first.wait())
+        await asyncio.wait({starting, stop}, return_when=asyncio.FIRST_COMPLETED)
+        stop.cancel()
+        if not starting.done():
+            logger.info("stopped while starting")
+            return 0
+        context = starting.result()
+        return await _Service(context, options, listener, signals, config.observability.stats_interval_s).run(started)
+    finally:
+        starting.cancel()
+        with suppress(asyncio.CancelledError, Exception):
+            await starting
+        await client.shutdown()
+
+
+async def _start(config: EngineConfig, options: ServerOptions, client: EngineCoreClient) -> ServerContext:
+    """Wait for the core while importing and building everything else."""
+    from headrace.entrypoints.async_engine import make_async_llm
+    from headrace.entrypoints.openai.context import ServerContext
+    from headrace.observability.metrics import EngineMetrics
+
+    name = config.model.served_model_name or config.model.model
+    metrics = EngineMetrics(name, config.max_model_len)
+    llm = make_async_llm(config, client, metrics)
+    ready = await llm.start()
+    cache = {
+        "block_size": ready.block_size,
+        "num_gpu_blocks": ready.num_blocks,
+        "cache_dtype": config.cache.kv_cache_dtype,
+        "enable_prefix_caching": config.cache.enable_prefix_caching,
+    }
+    metrics.attach(cache, lambda: llm.progress_age_s)
+    return ServerContext(llm, name, options, metrics)
+
+
+class _Signals:
+    """Counts SIGTERM and SIGINT."""
+
+    def __init__(self) -> None:
+        self.first = asyncio.Event()
+        self.second = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._caught)
+
+    def _caught(self) -> None:
+        (self.second if self.first.is_set() else self.first).set()
+
+
+class _Service:
+    """The time from ready to exit."""
+
+    def __init__(
+        self,
+        context: ServerContext,
+        options: ServerOptions,
+        listener: socket.socket,
+        signals: _Signals,
+        stats_interval_s: float,
+    ) -> None:
+        self._context = context
+        self._options = options
+        self._listener = listener
+        self._signals = signals
+        self._stats_interval_s = stats_interval_s
+
+    async def run(self, started: float) -> int:
+        """Serve; returns the exit status."""
+        from headrace.entrypoints.openai.app import make_app
+
+        server = make_http_server(make_app(self._context), self._options)
+        serving = asyncio.create_task(server.serve(sockets=[self._listener]), name="http")
+        helpers = [asyncio.create_task(work, name="helper") for work in self._background()]
+        try:
+            while not server.started and not serving.done():
+                await asyncio.sleep(POLL_S)
+            self._say_ready(time.monotonic() - started)
+            return await self._until_end(server, serving)
+        finally:
+            await self._stop_http(server, serving)
+            for helper in helpers:
+                helper.cancel()
+            await asyncio.gather(*helpers, return_exceptions=True)
+            await self._context.llm.shutdown()
+
+    def _background(self) -> list[Any]:
+        from headrace.base.clock import SystemClock
+        from headrace.observability.stats_log import StatsLog
+
+        if self._stats_interval_s <= 0:
+            return []
+        return [StatsLog(self._context.metrics, SystemClock()).run(self._stats_interval_s)]
+
+    async def _until_end(self, server: uvicorn.Server, serving: asyncio.Task[None]) -> int:
+        while not serving.done():
+            if self._context.dead_reason is not None:
+                return await self._die()
+            if self._signals.first.is_set():
+                await self._drain()
+                dead = self._context.dead_reason
+                return 0 if dead is None else await self._die()
+            await asyncio.sleep(POLL_S)
+        serving.result()
+        raise EngineDeadError("the HTTP server ended by itself")
+
+    async def _die(self) -> int:
+        """Stay red for the grace, so that probes and clients see it, then leave with the cause."""
+        reason = self._context.dead_reason
+        logger.error("the engine has stopped: %s", reason)
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._signals.second.wait(), self._options.death_grace_s)
+        print(f"headrace: error: {reason}", file=sys.stderr, flush=True)
+        return 1
+
+    async def _drain(self) -> None:
+        """Refuse new work and wait for what runs; what remains after ``drain_s`` is ended."""
+        context = self._context
+        context.draining = True
+        logger.info("shutting down: %d requests may finish within %g s", context.num_in_flight, self._options.drain_s)
+        deadline = time.monotonic() + self._options.drain_s
+        while context.num_in_flight and time.monotonic() < deadline:
+            if self._signals.second.is_set() or context.dead_reason is not None:
+                break
+            await asyncio.sleep(POLL_S)
+        if context.num_in_flight:
+            logger.warning("ending %d requests that still run", context.num_in_flight)
+            await context.llm.shutdown()
+
+    async def _stop_http(self, server: uvicorn.Server, serving: asyncio.Task[None]) -> None:
+        """Let answers leave, for a bounded time."""
+        server.should_exit = True
+        with suppress(TimeoutError):
+            async with asyncio.timeout(SHUTDOWN_GRACE_S):
+                while self._context.num_in_flight:
+                    await asyncio.sleep(POLL_S)
+        server.force_exit = True
+        with suppress(asyncio.CancelledError, TimeoutError):
+            await asyncio.wait_for(serving, SHUTDOWN_GRACE_S)
+
+    def _say_ready(self, seconds: float) -> None:
+        host, port = self._listener.getsockname()[:2]
+        shown = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
+        scheme = "https" if self._options.ssl_certfile else "http"
+        url = f"{scheme}://{shown}:{port}"
+        key = ' -H "Authorization: Bearer $KEY"' if self._options.api_key else ""
+        body = f'{{"model": "{self._context.model_name}", "messages": [{{"role": "user", "content": "Hello!"}}]}}'
+        logger.info("ready on %s after %.1f s (context of %d tokens). Try:", url, seconds, self._context.max_model_len)
+        logger.info("curl %s/v1/chat/completions -H 'Content-Type: application/json'%s -d '%s'", url, key, body)
+
+
+def make_http_server(app: ASGIApp, options: ServerOptions) -> uvicorn.Server:
+    """A uvicorn server that leaves signals to `_Signals`.
+
+    Raises:
+        ConfigError: TLS files that cannot be used.
+    """
+    import uvicorn
+
+    class Server(uvicorn.Server):
+        @contextmanager
+        def capture_signals(self) -> Iterator[None]:
+            yield
+
+    # uvicorn's own messages matter only when something is wrong, but requests may be logged on demand.
+    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
+    settings = uvicorn.Config(
+        app,
+        http="httptools",
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=options.access_log,
+        server_header=False,
+        timeout_keep_alive=options.keep_alive_s,
+        ssl_keyfile=options.ssl_keyfile,
+        ssl_certfile=options.ssl_certfile,
+        ssl_ca_certs=options.ssl_ca_certs,
+        ssl_cert_reqs=ssl.CERT_REQUIRED if options.ssl_ca_certs else ssl.CERT_NONE,
+    )
+    try:
+        settings.load()
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(f"TLS: {error}; check --ssl-keyfile and --ssl-certfile") from None
+    return Server(settings)
