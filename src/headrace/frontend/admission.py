@@ -1,0 +1,63 @@
+"""How much may queue: refuse early, with a time after which trying again makes sense.
+
+Counts are conservative and cheap: a request counts as queued from its registration to its first token, as far as
+the engine's running limit or the scheduler's last report say that somebody must wait; its whole prompt counts for
+as long. Knows nothing of HTTP.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from headrace.base.errors import QueueFullError
+from headrace.config.sections import SchedulerSection
+
+_LONGEST_WAIT_S = 60.0
+_SMOOTHING = 0.1
+
+
+@dataclass(slots=True)
+class QueueState:
+    """What is in the engine now: answers that live, those without a token, their prompt tokens, reported waiting."""
+
+    num_requests: int = 0
+    num_unstarted: int = 0
+    num_unstarted_tokens: int = 0
+    num_waiting: int = 0
+
+
+class Admission:
+    """Compares the queue with the operator's limits; without limits everything passes."""
+
+    def __init__(self, section: SchedulerSection) -> None:
+        self._max_reqs = section.max_num_queued_reqs
+        self._max_tokens = section.max_num_queued_tokens
+        self._max_running = section.max_num_seqs
+        self._mean_gap_s = 0.0
+        self._last_finish: float | None = None
+
+    def note_finished(self, count: int, now: float) -> None:
+        """Learn from ``count`` requests that ended by ``now`` how fast the queue moves."""
+        if self._last_finish is not None and count:
+            gap = (now - self._last_finish) / count
+            self._mean_gap_s += _SMOOTHING * (gap - self._mean_gap_s)
+        if count:
+            self._last_finish = now
+
+    def check(self, state: QueueState, num_new: int, num_new_tokens: int) -> None:
+        """Raise if ``num_new`` more requests with so many prompt tokens would pass a limit.
+
+        Raises:
+            QueueFullError: named after the limit.
+        """
+        crowded = max(state.num_waiting, state.num_requests + num_new - self._max_running)
+        queued = min(state.num_unstarted + num_new, crowded)
+        if self._max_reqs is not None and queued > self._max_reqs:
+            raise self._full("max_num_queued_reqs", queued - self._max_reqs)
+        tokens = state.num_unstarted_tokens + num_new_tokens
+        if self._max_tokens is not None and state.num_unstarted and tokens > self._max_tokens:
+            raise self._full("max_num_queued_tokens", 1)
+
+    def _full(self, limit: str, excess: int) -> QueueFullError:
+        wait = min(max(1.0, excess * self._mean_gap_s), _LONGEST_WAIT_S)
+        return QueueFullError(f"the engine is busy: its queue has reached {limit}", retry_after_s=wait)

@@ -1,0 +1,407 @@
+"""The asynchronous engine: requests in, streams out, over whatever `EngineCoreClient` it is given.
+
+Owns the client streams and two tasks: one that takes the core's messages and one that watches its progress. Invariants:
+
+- A stream is registered before its request is sent, so no output can be missed.
+- However a consumer leaves (the end, an error, cancellation, a dropped generator), its request is ended here once and,
+  if the core may still run it, aborted there once.
+- Requests of one call are admitted all or not at all.
+- When the core is gone every stream raises `EngineDeadError` with the cause, and so does every later call.
+
+Nothing is awaited between the last check and the registration, which stands inside the ``try`` that undoes it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import secrets
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from headrace.base.clock import Clock, SystemClock
+from headrace.base.errors import EngineDeadError, InvalidRequestError, NotAcceptingError, QueueFullError
+from headrace.base.logging import get_logger
+from headrace.config.sections import EngineConfig
+from headrace.core.client import EngineCoreClient
+from headrace.frontend.admission import Admission, QueueState
+from headrace.frontend.chat import ChatTemplate
+from headrace.frontend.fan_out import RequestGroup
+from headrace.frontend.health import ProgressWatch
+from headrace.frontend.input_processor import InputProcessor, Prompt, PromptTokens
+from headrace.frontend.observer import NullObserver, RequestObserver
+from headrace.frontend.output_processor import OutputProcessor
+from headrace.frontend.stream import OutputStream
+from headrace.frontend.tokenizer import Tokenizer
+from headrace.frontend.validation import RequestLimits
+from headrace.messages.outputs import CoreReady, EngineCoreOutputs, FinishReason, SchedulerStats
+from headrace.messages.request_output import RequestOutput
+from headrace.messages.requests import AnyControl, Drain, EngineCoreRequest
+from headrace.messages.sampling_params import SamplingParams
+
+logger = get_logger(__name__)
+T = TypeVar("T")
+
+INLINE_CHARS = 2048
+"""Texts up to this length are tokenised on the event loop: a hop to a thread would take longer."""
+
+HUNG_AFTER_S = 5.0
+_WATCH_INTERVAL_S = 0.5
+
+
+class AsyncLLM:
+    """Serves many requests at once.
+
+    Args:
+        client: handle on the core; `shutdown` shuts it down too.
+        config: the resolved configuration.
+        tokenizer: ``None`` serves token ids only.
+        chat_template: ``None`` refuses chats.
+        defaults: the model's sampling defaults by field name.
+        observer: told of every request's life.
+    """
+
+    def __init__(
+        self,
+        client: EngineCoreClient,
+        config: EngineConfig,
+        tokenizer: Tokenizer | None,
+        *,
+        chat_template: ChatTemplate | None = None,
+        defaults: Mapping[str, Any] | None = None,
+        observer: RequestObserver | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        self.client = client
+        self.config = config
+        self.tokenizer = tokenizer
+        self.chat_template = chat_template
+        self.stats = SchedulerStats()
+        self._defaults = defaults
+        self._observer = observer or NullObserver()
+        self._clock = clock or SystemClock()
+        self._processor = OutputProcessor(self._observer)
+        self._admission = Admission(config.scheduler)
+        self._streams: dict[RequestGroup, OutputStream] = {}
+        self._threads = ThreadPoolExecutor(2, thread_name_prefix="edge")
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._watch = ProgressWatch(self._clock.monotonic())
+        self._input: InputProcessor | None = None
+        self._ready: CoreReady | None = None
+        self._dead: EngineDeadError | None = None
+        self._accepting = False
+        self._num_unnamed = 0
+
+    # Life.
+
+    async def start(self) -> CoreReady:
+        """Wait for the core and begin to take its output; raises the core's start-up error."""
+        assert self._ready is None, "start is called once"
+        ready = await self.client.start()
+        self._input = InputProcessor(
+            self.tokenizer,
+            RequestLimits.from_ready(ready, self.config),
+            seed=self.config.model.seed,
+            id_suffix=secrets.token_hex(4),
+            eos_token_ids=self.config.architecture.eos_token_ids,
+            defaults=self._defaults,
+        )
+        self._ready = ready
+        self._accepting = True
+        self._spawn(self._take_outputs())
+        self._spawn(self._watch_progress())
+        return ready
+
+    @property
+    def ready(self) -> CoreReady:
+        """What the core reported when it could serve."""
+        if self._ready is None:
+            raise NotAcceptingError("the engine is not ready")
+        return self._ready
+
+    @property
+    def input(self) -> InputProcessor:
+        """The input processor, with the limits in force."""
+        if self._input is None:
+            raise NotAcceptingError("the engine is not ready")
+        return self._input
+
+    @property
+    def accepting(self) -> bool:
+        """Whether requests are admitted: loaded, not draining, not dead."""
+        return self._accepting and self._dead is None
+
+    @property
+    def num_requests(self) -> int:
+        """Answers that have not ended."""
+        return self._processor.num_requests
+
+    @property
+    def progress_age_s(self) -> float:
+        """Seconds for which there was work and the core did not move."""
+        return self._watch.age_s(self._clock.monotonic())
+
+    def check_health(self) -> None:
+        """Raise `EngineDeadError` when the core is gone, or has work and has not moved for a while."""
+        self._check_alive()
+        if self.progress_age_s > HUNG_AFTER_S:
+            message = f"the engine has work but has not moved for {self.progress_age_s:.0f} s; restart it if this stays"
+            raise EngineDeadError(message)
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Admit nothing more and wait for what runs; returns whether all of it ended in time."""
+        self._accepting = False
+        if not self.num_requests:
+            return True
+        try:
+            await self.control(Drain(), timeout_s)
+        except (TimeoutError, EngineDeadError):
+            return False
+        return True
+
+    async def shutdown(self, drain_s: float = 0.0) -> None:
+        """Stop the core (after running requests, for at most ``drain_s``) and end every stream. Idempotent."""
+        if drain_s > 0 and self.accepting:
+            await self.drain(drain_s)
+        self._accepting = False
+        for group in self._processor.groups():
+            self._send_abort(self._processor.end(group, FinishReason.ABORT, self._clock.monotonic()))
+        if self._dead is None:
+            self._dead = EngineDeadError("the engine was shut down")
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.client.shutdown()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    # Requests.
+
+    async def generate(
+        self,
+        prompt: Prompt | PromptTokens,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        **options: Any,
+    ) -> AsyncIterator[RequestOutput]:
+        """Yield the outputs of one request; see `add_requests` for the options and errors.
+
+        Leaving the generator early aborts the request.
+        """
+        stream = await self.add_request(prompt, sampling_params, request_id, **options)
+        try:
+            async for output in stream:
+                yield output
+        finally:
+            stream.close()
+
+    async def add_request(
+        self,
+        prompt: Prompt | PromptTokens,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        **options: Any,
+    ) -> OutputStream:
+        """Send one request and return its stream, which the caller must consume or close."""
+        return (await self.add_requests([prompt], sampling_params, request_id, **options))[0]
+
+    async def add_requests(
+        self,
+        prompts: Sequence[Prompt | PromptTokens],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        add_special_tokens: bool = True,
+        kv_transfer_params: dict[str, Any] | None = None,
+        fault: dict[str, Any] | None = None,
+    ) -> list[OutputStream]:
+        """Send requests, all or none, and return their streams in order; the caller must consume or close each.
+
+        Args:
+            prompts: text, token ids, their dict forms, or what `tokenize` returned.
+            sampling_params: for all, or one per prompt; the model's defaults if ``None``.
+            request_id: shown in outputs; need not be unique. Made up if ``None``.
+            priority: lower runs earlier; needs the priority policy.
+            cache_salt: separates this caller's prefix cache from others'.
+            add_special_tokens: whether text gets the tokenizer's special tokens.
+            kv_transfer_params: for the KV connector.
+            fault: test hook, see `EngineCoreRequest`.
+
+        Raises:
+            InvalidRequestError: one of the requests cannot be done.
+            QueueFullError: the queue is at a limit of the operator.
+            NotAcceptingError: draining or stopped.
+            EngineDeadError: the core is gone.
+        """
+        arrival = self._clock.monotonic()
+        params = self._spread(sampling_params, len(prompts))
+        if request_id is None:
+            self._num_unnamed += 1
+            request_id = f"request-{self._num_unnamed}"
+        self._check_open(len(prompts), 0)
+        tokens = [await self.tokenize(prompt, add_special_tokens) for prompt in prompts]
+        requests = [
+            self.input.make_request(
+                prompt,
+                own,
+                external_id=request_id,
+                arrival=arrival,
+                priority=priority,
+                cache_salt=cache_salt,
+                kv_transfer_params=kv_transfer_params,
+                fault=fault,
+            )
+            for prompt, own in zip(tokens, params, strict=True)
+        ]
+        num_new = sum(request.sampling.n for request in requests)
+        self._check_open(num_new, sum(request.sampling.n * len(request.prompt_token_ids) for request in requests))
+        return await self._send(request_id, requests, [prompt.text for prompt in tokens])
+
+    async def _send(
+        self, external_id: str, requests: Sequence[EngineCoreRequest], texts: Sequence[str | None]
+    ) -> list[OutputStream]:
+        """Register all, then send all; on any way out but the last all of them end."""
+        streams: list[OutputStream] = []
+        try:
+            children: list[EngineCoreRequest] = []
+            for request, text in zip(requests, texts, strict=True):
+                group = RequestGroup(external_id, request, text, self.tokenizer)
+                streams.append(self._register(group))
+                children += group.children
+            for child in children:
+                await self.client.add_request(child)
+        except BaseException:
+            for stream in streams:
+                stream.close()
+            raise
+        return streams
+
+    def _spread(
+        self, params: SamplingParams | Sequence[SamplingParams] | None, count: int
+    ) -> Sequence[SamplingParams | None]:
+        if count == 0:
+            raise InvalidRequestError("prompt must not be an empty list", param="prompt")
+        if params is None or isinstance(params, SamplingParams):
+            return [params] * count
+        if len(params) != count:
+            raise InvalidRequestError("there must be one sampling_params per prompt", param="sampling_params")
+        return params
+
+    def _register(self, group: RequestGroup) -> OutputStream:
+        """Make the group and its stream known, before anything is sent."""
+        stream = OutputStream(group, functools.partial(self._leave, group))
+        group.on_news = stream.notify
+        self._streams[group] = stream
+        self._processor.add(group)
+        return stream
+
+    def _leave(self, group: RequestGroup) -> None:
+        """A consumer is done with its stream; whatever still runs for it ends."""
+        del self._streams[group]
+        self._send_abort(self._processor.end(group, FinishReason.ABORT, self._clock.monotonic()))
+
+    def _send_abort(self, request_ids: list[str]) -> None:
+        if request_ids and self._dead is None:
+            self._spawn(self.client.abort(request_ids))
+
+    async def abort(self, request_id: str | Sequence[str]) -> None:
+        """End requests by the caller's ids; their streams get a last output with ``finish_reason`` ``abort``."""
+        wanted = {request_id} if isinstance(request_id, str) else set(request_id)
+        now = self._clock.monotonic()
+        for group in self._processor.groups():
+            if group.external_id in wanted:
+                self._send_abort(self._processor.end(group, FinishReason.ABORT, now))
+
+    async def control(self, request: AnyControl, timeout_s: float = 60.0) -> Any:
+        """Send a control verb and return its reply."""
+        self._check_alive()
+        return await self.client.control(request, timeout_s)
+
+    # Text, beside the loop when it is long.
+
+    async def tokenize(self, prompt: Prompt | PromptTokens, add_special_tokens: bool = True) -> PromptTokens:
+        """Return the prompt's ids, checked against the limits."""
+        if isinstance(prompt, PromptTokens):
+            return prompt
+        if self.input.num_chars(prompt) <= INLINE_CHARS:
+            return self.input.tokenize(prompt, add_special_tokens)
+        return await self.run_beside(self.input.tokenize, prompt, add_special_tokens)
+
+    async def tokenize_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> PromptTokens:
+        """Return the prompt of a conversation; the options are those of `ChatTemplate.render`."""
+        return await self.run_beside(functools.partial(self._render_chat, messages, **options))
+
+    def _render_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> PromptTokens:
+        return self.input.tokenize_chat(self.chat_template, messages, **options)
+
+    async def run_beside(self, work: Callable[..., T], *args: Any) -> T:
+        """Run costly edge work on a thread, so that the event loop goes on."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work, *args)
+
+    # Tasks.
+
+    def _spawn(self, work: Coroutine[Any, Any, Any]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _take_outputs(self) -> None:
+        try:
+            while True:
+                self._handle(await self.client.get_output())
+                # A core that always has something must not keep consumers from running.
+                await asyncio.sleep(0)
+        except EngineDeadError as error:
+            self._die(error)
+        except Exception as error:
+            logger.exception("taking the core's output failed")
+            self._die(EngineDeadError(f"taking the engine's output failed: {type(error).__name__}: {error}"))
+
+    def _handle(self, message: EngineCoreOutputs) -> None:
+        if message.dead is not None:
+            raise EngineDeadError(message.dead)
+        now = self._clock.monotonic()
+        before = self._processor.num_finished
+        self._send_abort(self._processor.process(message.outputs, now))
+        self._admission.note_finished(self._processor.num_finished - before, now)
+        if message.stats is not None:
+            self.stats = message.stats
+            self._observer.stats_arrived(message.stats)
+
+    def _die(self, error: EngineDeadError) -> None:
+        """The core is gone: end every stream with the cause."""
+        self._dead = error
+        self._accepting = False
+        now = self._clock.monotonic()
+        for group, stream in list(self._streams.items()):
+            stream.fail(error)
+            self._processor.end(group, FinishReason.ERROR, now, str(error))
+
+    async def _watch_progress(self) -> None:
+        while self._dead is None:
+            self._watch.observe(self.client.progress(), self.num_requests > 0, self._clock.monotonic())
+            await asyncio.sleep(_WATCH_INTERVAL_S)
+
+    def _check_alive(self) -> None:
+        reason = self.client.dead_reason
+        if self._dead is not None:
+            raise EngineDeadError(str(self._dead))
+        if reason is not None:
+            raise EngineDeadError(reason)
+
+    def _check_open(self, num_new: int, num_new_tokens: int) -> None:
+        """Raise unless so many requests may be admitted now."""
+        self._check_alive()
+        if not self._accepting:
+            raise NotAcceptingError("the engine is draining or not ready and admits no requests")
+        processor = self._processor
+        state = QueueState(
+            processor.num_requests, processor.num_unstarted, processor.num_unstarted_tokens, self.stats.num_waiting
+        )
+        try:
+            self._admission.check(state, num_new, num_new_tokens)
+        except QueueFullError as error:
+            self._observer.request_rejected(str(error).rsplit(" ", 1)[-1])
+            raise

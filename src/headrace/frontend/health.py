@@ -1,0 +1,25 @@
+"""Whether work advances, from two readings of the core's progress word."""
+
+from __future__ import annotations
+
+
+class ProgressWatch:
+    """Remembers when the word last moved or nothing was to be done.
+
+    Args:
+        now: `Clock.monotonic` at the start.
+    """
+
+    def __init__(self, now: float) -> None:
+        self._word: int | None = None
+        self._moved_at = now
+
+    def observe(self, word: int, pending: bool, now: float) -> None:
+        """Take a reading; ``pending`` says whether any request is unfinished."""
+        if word != self._word or not pending:
+            self._word = word
+            self._moved_at = now
+
+    def age_s(self, now: float) -> float:
+        """Seconds for which there was work and nothing moved."""
+        return now - self._moved_at

@@ -1,0 +1,215 @@
+"""The one validator: HTTP, batch files and ``LLM`` all pass through it before anything is queued.
+
+`SamplingParams` has already checked types, finiteness and ranges. Here is what depends on the model in force, on the
+operator's limits or on several fields together. Every check either passes or raises `InvalidRequestError` with the
+field named; values of the request are never echoed. It knows no tokenizer: what must be encoded arrives as ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from headrace.base.errors import InvalidRequestError
+from headrace.config.sections import EngineConfig
+from headrace.messages.outputs import CoreReady
+from headrace.messages.sampling_params import SamplingParams
+
+MAX_REQUEST_ID_CHARS = 128
+MAX_CACHE_SALT_CHARS = 128
+MAX_STOP_CHARS = 8192
+MAX_BAD_WORD_TOKENS = 1024
+MAX_BIASED_TOKENS = 4096
+MAX_STOP_TOKENS = 128
+MAX_LOGPROB_ENTRIES = 1 << 22
+PRIORITY_LIMIT = 1 << 63
+
+
+@dataclass(frozen=True, slots=True)
+class RequestLimits:
+    """What the model and the operator allow.
+
+    ``vocab_size`` is the width of the logits. ``max_logprobs`` -1 is the whole vocabulary. ``kv_cache_tokens`` is what
+    one request alone may fill.
+    """
+
+    max_model_len: int
+    vocab_size: int
+    kv_cache_tokens: int
+    max_logprobs: int = 20
+    has_priority: bool = False
+    has_lora: bool = False
+
+    @staticmethod
+    def from_ready(ready: CoreReady, config: EngineConfig) -> RequestLimits:
+        """The limits of a core that reported ready."""
+        fits_any = ready.max_concurrency >= 1 or ready.kv_cache_tokens <= 0
+        return RequestLimits(
+            max_model_len=ready.max_model_len,
+            vocab_size=ready.vocab_size,
+            kv_cache_tokens=ready.max_model_len if fits_any else ready.kv_cache_tokens,
+            max_logprobs=config.observability.max_logprobs,
+            has_priority=config.scheduler.scheduling_policy == "priority",
+        )
+
+
+def check_request_id(request_id: Any) -> None:
+    """Raise unless a client's request id is short printable text."""
+    ok = isinstance(request_id, str) and 0 < len(request_id) <= MAX_REQUEST_ID_CHARS and request_id.isprintable()
+    if not ok:
+        message = f"request_id must be printable text of 1 to {MAX_REQUEST_ID_CHARS} characters"
+        raise InvalidRequestError(message, param="request_id")
+
+
+def check_cache_salt(cache_salt: Any) -> None:
+    """Raise unless a salt is absent or short text that is not empty."""
+    if cache_salt is None:
+        return
+    if not isinstance(cache_salt, str) or not 0 < len(cache_salt) <= MAX_CACHE_SALT_CHARS:
+        message = f"cache_salt must be text of 1 to {MAX_CACHE_SALT_CHARS} characters"
+        raise InvalidRequestError(message, param="cache_salt")
+
+
+def check_priority(priority: Any, limits: RequestLimits) -> None:
+    """Raise for a priority that is no 64-bit integer, or that the scheduling policy would ignore."""
+    ok = isinstance(priority, int) and not isinstance(priority, bool) and -PRIORITY_LIMIT <= priority < PRIORITY_LIMIT
+    if not ok:
+        raise InvalidRequestError("priority must be a 64-bit integer", param="priority")
+    if priority and not limits.has_priority:
+        message = "priority needs the server's --scheduling-policy priority"
+        raise InvalidRequestError(message, param="priority")
+
+
+def check_prompt_chars(num_chars: int, max_chars_per_token: int, limits: RequestLimits) -> None:
+    """Raise for a text that no tokenisation can make short enough, before it is tokenised."""
+    if num_chars > limits.max_model_len * max_chars_per_token:
+        message = f"the prompt of {num_chars} characters cannot fit into the context of {limits.max_model_len} tokens"
+        raise InvalidRequestError(message, param="prompt", code="context_length_exceeded")
+
+
+def check_token_ids(name: str, token_ids: Collection[Any], limits: RequestLimits) -> None:
+    """Raise unless all are integers in [0, vocabulary)."""
+    if not token_ids:
+        return
+    if set(map(type, token_ids)) != {int} or min(token_ids) < 0 or max(token_ids) >= limits.vocab_size:
+        raise InvalidRequestError(f"{name} must hold token ids in [0, {limits.vocab_size})", param=name)
+
+
+def check_prompt(prompt_token_ids: Sequence[Any], limits: RequestLimits) -> None:
+    """Raise for an empty prompt, one that leaves no room, or one with ids outside the vocabulary."""
+    num_tokens = len(prompt_token_ids)
+    if num_tokens == 0:
+        raise InvalidRequestError("the prompt is empty", param="prompt", code="empty_prompt")
+    if num_tokens >= limits.max_model_len:
+        message = (
+            f"the prompt has {num_tokens} tokens; with the maximum context length of {limits.max_model_len} tokens"
+            f" at most {limits.max_model_len - 1} leave room for an answer"
+        )
+        raise InvalidRequestError(message, param="prompt", code="context_length_exceeded")
+    check_token_ids("prompt", prompt_token_ids, limits)
+
+
+def check_sampling(params: SamplingParams, num_prompt_tokens: int, limits: RequestLimits) -> None:
+    """Raise for sampling that this model cannot do or this operator does not allow."""
+    check_token_ids("stop_token_ids", params.stop_token_ids, limits)
+    check_token_ids("logit_bias", params.logit_bias or (), limits)
+    check_token_ids("allowed_token_ids", params.allowed_token_ids or (), limits)
+    _check_count("stop_token_ids", len(params.stop_token_ids), MAX_STOP_TOKENS)
+    _check_count("logit_bias", len(params.logit_bias or ()), MAX_BIASED_TOKENS)
+    if sum(map(len, params.stop)) > MAX_STOP_CHARS:
+        message = f"stop strings must not have more than {MAX_STOP_CHARS} characters together"
+        raise InvalidRequestError(message, param="stop")
+    num_answers = params.n * resolve_max_tokens(params, num_prompt_tokens, limits)
+    _check_logprobs("logprobs", params.logprobs, num_answers, limits)
+    _check_logprobs("prompt_logprobs", params.prompt_logprobs, num_prompt_tokens, limits)
+    check_structured_outputs(params)
+
+
+def _check_count(name: str, count: int, most: int) -> None:
+    if count > most:
+        raise InvalidRequestError(f"{name} must not have more than {most} entries", param=name)
+
+
+def _check_logprobs(name: str, asked: int | None, num_positions: int, limits: RequestLimits) -> None:
+    """Bound the entries per position, and the product with the positions: spelling -1 as a number gains nothing."""
+    if asked is None:
+        return
+    most = limits.vocab_size if limits.max_logprobs < 0 else min(limits.max_logprobs, limits.vocab_size)
+    count = limits.vocab_size if asked < 0 else asked
+    if count > most:
+        raise InvalidRequestError(f"{name} must not be more than {most}", param=name)
+    if (count + 1) * num_positions > MAX_LOGPROB_ENTRIES:
+        message = f"{name} times the number of tokens must not exceed {MAX_LOGPROB_ENTRIES}"
+        raise InvalidRequestError(message, param=name)
+
+
+def check_structured_outputs(params: SamplingParams) -> None:
+    """Raise unless exactly one constraint is set, if any."""
+    asked = params.structured_outputs
+    if asked is None:
+        return
+    values = [getattr(asked, name) for name in asked.__struct_fields__]
+    if sum(value is not None and value is not False for value in values) != 1:
+        message = "structured_outputs needs exactly one of json, json_object, regex, choice, grammar, structural_tag"
+        raise InvalidRequestError(message, param="structured_outputs")
+    if asked.choice is not None and not (asked.choice and all(asked.choice)):
+        raise InvalidRequestError("structured_outputs.choice must hold texts", param="structured_outputs")
+
+
+def check_masks(params: SamplingParams, eos: Sequence[int], bad_words: Sequence[Sequence[int]]) -> None:
+    """Raise where the masks visibly forbid every token.
+
+    Args:
+        params: the request's sampling.
+        eos: ids that end a text, empty under ``ignore_eos``.
+        bad_words: all spellings of the bad words as ids.
+    """
+    if params.allowed_token_ids is None:
+        return
+    allowed = set(params.allowed_token_ids) - {word[0] for word in bad_words if len(word) == 1}
+    if not allowed:
+        message = "allowed_token_ids and bad_words together forbid every token"
+        raise InvalidRequestError(message, param="allowed_token_ids")
+    if params.min_tokens and allowed <= {*eos, *params.stop_token_ids}:
+        message = "allowed_token_ids holds only tokens that min_tokens forbids at the start"
+        raise InvalidRequestError(message, param="allowed_token_ids")
+
+
+def check_bad_words(bad_words: Sequence[Sequence[int]], limits: RequestLimits) -> None:
+    """Raise for bad words that have no tokens, or too many."""
+    if not all(bad_words):
+        raise InvalidRequestError("bad_words must hold words that have tokens", param="bad_words")
+    if sum(map(len, bad_words)) > MAX_BAD_WORD_TOKENS:
+        message = f"bad_words must not have more than {MAX_BAD_WORD_TOKENS} tokens in all their spellings"
+        raise InvalidRequestError(message, param="bad_words")
+    for word in bad_words:
+        check_token_ids("bad_words", word, limits)
+
+
+def check_fits(num_prompt_tokens: int, max_tokens: int, limits: RequestLimits) -> None:
+    """Raise for a request that could not run even alone."""
+    need = min(num_prompt_tokens + max_tokens, limits.max_model_len)
+    if need > limits.kv_cache_tokens:
+        message = (
+            f"the prompt and max_tokens need KV blocks for {need} tokens but the engine has only"
+            f" {limits.kv_cache_tokens}; ask for less, or give the server more --kv-cache-memory"
+        )
+        raise InvalidRequestError(message, param="max_tokens", code="context_length_exceeded")
+
+
+def resolve_max_tokens(params: SamplingParams, num_prompt_tokens: int, limits: RequestLimits) -> int:
+    """Return how many tokens may be generated: what was asked, but no more than the context leaves."""
+    room = limits.max_model_len - num_prompt_tokens
+    return room if params.max_tokens is None else min(params.max_tokens, room)
+
+
+def resolve_sampling(
+    params: SamplingParams, num_prompt_tokens: int, seed: int, limits: RequestLimits
+) -> SamplingParams:
+    """Return the sampling with ``max_tokens``, ``min_tokens`` and ``seed`` as they will be in force."""
+    max_tokens = resolve_max_tokens(params, num_prompt_tokens, limits)
+    min_tokens = min(params.min_tokens, max_tokens)
+    return msgspec.structs.replace(params, max_tokens=max_tokens, min_tokens=min_tokens, seed=seed)
