@@ -10,14 +10,14 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType as QType
 from safetensors.torch import load_file, save_file
+from tests.device.families import hf_logits, make_hf_model, save_hf_model
+from tests.device.gguf_files import quantize_like_file, write_gguf
+from tests.device.models import BLOCK_SIZE, Driver, make_config
 
 from headrace.base.errors import ConfigError, ModelFileError
 from headrace.device.distributed.groups import Group, IntermediateTensors, ParallelGroups
 from headrace.device.loading.loader import load_model
 from headrace.device.ops.reference.ops import ReferenceOps
-from tests.device.families import hf_logits, make_hf_model, save_hf_model
-from tests.device.gguf_files import quantize_like_file, write_gguf
-from tests.device.models import BLOCK_SIZE, Driver, make_config
 
 IDS = torch.randint(3, 96, (45,), generator=torch.Generator().manual_seed(1)).tolist()
 IN_GGUF = (

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-
 from tests.device.families import FAMILIES, hf_logits, make_hf_model, save_hf_model
 from tests.device.models import Driver
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.device.ops_cases import Shape, expected_attention, expected_rotation, make_paged_case
+from tests.device.test_formats import random_tensor
 
 from headrace.device.ops.interface import WeightRole
 from headrace.device.ops.reference.ops import ReferenceOps, ReferenceWeight
 from headrace.device.quantization.raw_tensor import make_raw_float
-from tests.device.ops_cases import Shape, expected_attention, expected_rotation, make_paged_case
-from tests.device.test_formats import random_tensor
 
 OPS = ReferenceOps()
 G = torch.Generator().manual_seed(0)

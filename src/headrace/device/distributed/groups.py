@@ -1,7 +1,7 @@
 """Explicit process groups: who shares a layer, a pipeline, experts or requests.
 
-A group is passed to the parts that communicate in it; nothing reads a global. In a group of one every collective returns
-its argument.
+A group is passed to the parts that communicate in it; nothing reads a global. In a group of one every collective
+returns its argument.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from headrace.device.attention.backend import AttentionNeeds
 from headrace.device.attention.registry import make_backends
 from headrace.device.attention.selector import AttentionChoice, select_backend
 from headrace.device.distributed.groups import ParallelGroups
+from headrace.device.loading.name_maps import SourceKind
 from headrace.device.loading.weights import Progress, WeightReader
 from headrace.device.models.decoder import Decoder
 from headrace.device.models.registry import get_model_class
@@ -41,7 +42,7 @@ def load_model(
     model_class = get_model_class(arch.name)
     choice = select_backend(make_backends(ops), make_needs(config, ops), config.device.attention_backend)
     model = model_class(arch, ops, choice.backend, parallel, config.max_model_len)
-    kind = "gguf" if find_gguf(config.model_path) is not None else "hf"
+    kind: SourceKind = "gguf" if find_gguf(config.model_path) is not None else "hf"
     source = open_checkpoint(config.model_path)
     try:
         weights = WeightReader(source, model.weight_map(kind), progress)

@@ -1,12 +1,12 @@
 """The operators of the engine: one typed method per op, several implementations.
 
-`reference` (PyTorch) is always there and is the oracle; `cpu` binds the native kernels; `triton` serves CUDA. Models and
-layers call ops only through this interface. An implementation owns the packed form of weights: layers hand it the raw
-tensors of the file and keep the opaque `Weight` that it returns.
+`reference` (PyTorch) is always there and is the oracle; `cpu` binds the native kernels; `triton` serves CUDA. Models
+and layers call ops only through this interface. An implementation owns the packed form of weights: layers hand it the
+raw tensors of the file and keep the opaque `Weight` that it returns.
 
 Shapes: ``T`` tokens of a step, ``H`` hidden size, ``R`` requests, ``V`` vocabulary. All activations are contiguous
-``[T, width]`` tensors in the platform's activation dtype (float32 on CPU). Row ``t`` of every result depends on row ``t``
-of the inputs alone (attention: on the request's own tokens), bit for bit, whatever other rows exist.
+``[T, width]`` tensors in the platform's activation dtype (float32 on CPU). Row ``t`` of every result depends on row
+``t`` of the inputs alone (attention: on the request's own tokens), bit for bit, whatever other rows exist.
 """
 
 from __future__ import annotations
@@ -26,17 +26,21 @@ WeightRole = Literal["linear", "gate_up", "embedding", "head"]
 class Weight(Protocol):
     """A packed matrix ``[out_features, in_features]``. ``num_bytes`` is what it holds in memory."""
 
-    out_features: int
-    in_features: int
-    format: str
-    num_bytes: int
+    @property
+    def out_features(self) -> int: ...
+    @property
+    def in_features(self) -> int: ...
+    @property
+    def format(self) -> str: ...
+    @property
+    def num_bytes(self) -> int: ...
 
 
 class AttentionShape(Protocol):
     """The fixed facts of one attention layer (`layers.attention.Attention` has them).
 
-    ``window`` 0 means full attention; otherwise a query at position p sees keys in (p - window, p]. With ``chunk`` > 0 it
-    sees keys of its own chunk only. ``softcap`` 0 means none. ``sinks`` is float32 ``[num_heads]`` or None.
+    ``window`` 0 means full attention; otherwise a query at position p sees keys in (p - window, p]. With ``chunk`` > 0
+    it sees keys of its own chunk only. ``softcap`` 0 means none. ``sinks`` is float32 ``[num_heads]`` or None.
     """
 
     num_heads: int
@@ -99,8 +103,8 @@ class Ops(Protocol):
     ) -> torch.Tensor:
         """Norm (if given) and rotate q and k, write k and v to their slots, return q ``[T, heads * head_dim]``.
 
-        ``qk_norm`` is float32 weights of q and of k, and eps. Weights of ``head_dim`` values norm each head by itself; weights
-        as long as all heads together norm the whole row of q (of k) at once.
+        ``qk_norm`` is float32 weights of q and of k, and eps. Weights of ``head_dim`` values norm each head by itself;
+        weights as long as all heads together norm the whole row of q (of k) at once.
         ``qkv`` is ``[T, (heads + 2 * kv_heads) * head_dim]``, overwritten. ``cos_sin`` is float32
         ``[max_position, rotary_dim]``, cosines first; pairs are (i, i + rotary_dim / 2). Slots of -1 write nothing.
         """

@@ -1,7 +1,7 @@
 """Operator implementations by name.
 
-`config.resolve` decides the name and its reason; here it becomes an object. A factory imports its implementation only when
-it is called, so that listing names costs nothing.
+`config.resolve` decides the name and its reason; here it becomes an object. A factory imports its implementation only
+when it is called, so that listing names costs nothing.
 """
 
 from __future__ import annotations

@@ -17,7 +17,10 @@ from headrace.base.errors import ModelFileError
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """A storage format: ``block`` values take ``block_bytes`` bytes; ``decode`` maps ``[n, block_bytes]`` to float32."""
+    """A storage format: ``block`` values take ``block_bytes`` bytes; ``decode`` maps ``[n, block_bytes]`` to float32.
+
+    ``decode`` returns ``[n, block]``.
+    """
 
     name: str
     block: int

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch.nn import functional as F
+from torch.nn import functional
 
 from headrace.device.attention.metadata import AttentionMetadata, LayerCache
 from headrace.device.ops.interface import Activation, AttentionShape, Weight, WeightRole
@@ -46,8 +46,8 @@ def _matrix(weight: Weight) -> torch.Tensor:
 
 def _activate(x: torch.Tensor, activation: Activation) -> torch.Tensor:
     if activation == "silu":
-        return F.silu(x)
-    return F.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")
+        return functional.silu(x)
+    return functional.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")
 
 
 def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -57,7 +57,7 @@ def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor
 
 
 def _rotate(x: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
-    """Turn the first ``rotary_dim`` values of each head; ``x`` is ``[T, heads, head_dim]``, ``cos_sin`` ``[T, rotary_dim]``."""
+    """Turn the first ``rotary_dim`` values of each head of ``[T, heads, head_dim]`` by ``cos_sin`` ``[T, rotary_dim]``."""
     rotary_dim = cos_sin.shape[-1]
     cos, sin = cos_sin[:, None, : rotary_dim // 2], cos_sin[:, None, rotary_dim // 2 :]
     wide = x.to(torch.float32)
@@ -89,7 +89,7 @@ class ReferenceOps:
         return ReferenceWeight(matrix, str(self.dtype).removeprefix("torch."))
 
     def embedding(self, ids: torch.Tensor, table: Weight, scale: float = 1.0) -> torch.Tensor:
-        rows = F.embedding(ids, _matrix(table))
+        rows = functional.embedding(ids, _matrix(table))
         return rows if scale == 1.0 else rows * scale
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -105,10 +105,10 @@ class ReferenceOps:
         return x.add_(y)
 
     def linear(self, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
-        return F.linear(x, _matrix(weight), bias if bias is None else bias.to(x.dtype))
+        return functional.linear(x, _matrix(weight), bias if bias is None else bias.to(x.dtype))
 
     def gated_linear(self, x: torch.Tensor, gate_up: Weight, activation: Activation) -> torch.Tensor:
-        gate, up = F.linear(x, _matrix(gate_up)).chunk(2, dim=-1)
+        gate, up = functional.linear(x, _matrix(gate_up)).chunk(2, dim=-1)
         return _activate(gate, activation) * up
 
     def rotate_and_store(
@@ -144,7 +144,7 @@ class ReferenceOps:
         return x.index_select(0, rows)
 
     def logits(self, x: torch.Tensor, head: Weight, softcap: float = 0.0) -> torch.Tensor:
-        logits = F.linear(x, _matrix(head)).to(torch.float32)
+        logits = functional.linear(x, _matrix(head)).to(torch.float32)
         return torch.tanh(logits / softcap) * softcap if softcap else logits
 
     def moe(
@@ -157,7 +157,7 @@ class ReferenceOps:
         activation: Activation,
         renormalize: bool,
     ) -> torch.Tensor:
-        probs = torch.softmax(F.linear(x, _matrix(router)).to(torch.float32), dim=-1)
+        probs = torch.softmax(functional.linear(x, _matrix(router)).to(torch.float32), dim=-1)
         weights, experts = probs.topk(top_k, dim=-1)
         if renormalize:
             weights = weights / weights.sum(dim=-1, keepdim=True)
@@ -165,7 +165,9 @@ class ReferenceOps:
         for expert in experts.unique().tolist():
             rows, places = (experts == expert).nonzero(as_tuple=True)
             hidden = self.gated_linear(x[rows], gate_up[expert], activation)
-            parts[rows, places] = F.linear(hidden, _matrix(down[expert])) * weights[rows, places, None].to(x.dtype)
+            parts[rows, places] = functional.linear(hidden, _matrix(down[expert])) * weights[rows, places, None].to(
+                x.dtype
+            )
         out = parts[:, 0]
         for place in range(1, top_k):
             out = out + parts[:, place]
