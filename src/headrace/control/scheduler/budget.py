@@ -1,0 +1,64 @@
+"""What a step may hold: the two budgets, and the share that prompts may take beside running streams."""
+
+from __future__ import annotations
+
+_FIRST_PROMPT_SHARE = 64
+_MEMORY = 0.2
+
+
+class StepBudget:
+    """Budgets of one step.
+
+    ``tokens`` is charged with granted tokens; ``inputs`` with tokens plus ``draft_slots`` for each request; ``prompt``
+    bounds the tokens of prompt chunks.
+    """
+
+    __slots__ = ("draft_slots", "inputs", "prompt", "tokens")
+
+    def __init__(self, tokens: int, inputs: int, draft_slots: int, prompt: int) -> None:
+        self.tokens = tokens
+        self.inputs = inputs
+        self.draft_slots = draft_slots
+        self.prompt = prompt
+
+    @property
+    def room(self) -> int:
+        """Most tokens that one more request may get."""
+        return min(self.tokens, self.inputs - self.draft_slots)
+
+    def charge(self, num_tokens: int) -> None:
+        """Take a request's tokens."""
+        self.tokens -= num_tokens
+        self.inputs -= num_tokens + self.draft_slots
+
+
+class StepCost:
+    """Learns what a step costs: a base for a step of running streams alone, and a price for each prompt token.
+
+    Pure: it sees durations and counts, never a clock. Recent steps weigh more.
+    """
+
+    def __init__(self) -> None:
+        self._base_s: float | None = None
+        self._per_token_s: float | None = None
+
+    def record(self, duration_s: float, num_prompt_tokens: int) -> None:
+        """Learn from a step that took ``duration_s`` and computed ``num_prompt_tokens`` of prompt chunks."""
+        if duration_s <= 0.0:
+            return
+        if num_prompt_tokens == 0:
+            self._base_s = _blend(self._base_s, duration_s)
+        else:
+            extra = max(0.0, duration_s - (self._base_s or 0.0))
+            self._per_token_s = _blend(self._per_token_s, extra / num_prompt_tokens)
+
+    def max_prompt_tokens(self, gap_s: float, at_least: int) -> int:
+        """Prompt tokens that a step of at most ``gap_s`` has room for; never under ``at_least``, so prompts advance."""
+        if self._per_token_s is None:
+            return max(at_least, _FIRST_PROMPT_SHARE)
+        room_s = gap_s - (self._base_s or 0.0)
+        return max(at_least, int(room_s / max(self._per_token_s, 1e-9)))
+
+
+def _blend(old: float | None, new: float) -> float:
+    return new if old is None else old + _MEMORY * (new - old)
