@@ -57,7 +57,7 @@ def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor
 
 
 def _rotate(x: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
-    """Turn the first ``rotary_dim`` values of each head of ``[T, heads, head_dim]`` by ``cos_sin`` ``[T, rotary_dim]``."""
+    """Turn the first ``rotary_dim`` values of each head: ``[T, heads, head_dim]`` by ``[T, rotary_dim]``."""
     rotary_dim = cos_sin.shape[-1]
     cos, sin = cos_sin[:, None, : rotary_dim // 2], cos_sin[:, None, rotary_dim // 2 :]
     wide = x.to(torch.float32)
@@ -165,9 +165,8 @@ class ReferenceOps:
         for expert in experts.unique().tolist():
             rows, places = (experts == expert).nonzero(as_tuple=True)
             hidden = self.gated_linear(x[rows], gate_up[expert], activation)
-            parts[rows, places] = functional.linear(hidden, _matrix(down[expert])) * weights[rows, places, None].to(
-                x.dtype
-            )
+            share = weights[rows, places, None].to(x.dtype)
+            parts[rows, places] = functional.linear(hidden, _matrix(down[expert])) * share
         out = parts[:, 0]
         for place in range(1, top_k):
             out = out + parts[:, place]
