@@ -25,9 +25,7 @@ def test_only_ready_admits_and_only_ready_and_draining_run() -> None:
 
 @pytest.mark.parametrize("state", list(CoreState))
 @pytest.mark.parametrize("verb", list(Verb))
-def test_a_verb_moves_as_the_table_says_or_is_refused_with_what_is_possible(
-    state: CoreState, verb: Verb
-) -> None:
+def test_a_verb_moves_as_the_table_says_or_is_refused_with_what_is_possible(state: CoreState, verb: Verb) -> None:
     if (state, verb) in MOVES:
         assert next_state(state, verb) is MOVES[state, verb]
         return

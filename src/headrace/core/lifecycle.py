@@ -53,9 +53,7 @@ def next_state(state: CoreState, verb: Verb) -> CoreState:
         return MOVES[state, verb]
     except KeyError:
         legal = ", ".join(v.value for s, v in MOVES if s is state)
-        raise NotAcceptingError(
-            f"the engine is {state.value} and cannot {verb.value}; possible: {legal}"
-        ) from None
+        raise NotAcceptingError(f"the engine is {state.value} and cannot {verb.value}; possible: {legal}") from None
 
 
 def admits(state: CoreState) -> bool:

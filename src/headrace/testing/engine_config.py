@@ -39,9 +39,7 @@ def make_architecture(**changes: Any) -> Architecture:
     return Architecture(**values)
 
 
-def make_engine_config(
-    architecture: Architecture | None = None, **settings: Any
-) -> EngineConfig:
+def make_engine_config(architecture: Architecture | None = None, **settings: Any) -> EngineConfig:
     """Resolve ``settings`` (by field name) as the command line would, for a model that has no files.
 
     Small numbers by default: blocks of 4 tokens, 64 of them, 8 requests at once, one step in flight.

@@ -10,9 +10,7 @@ import msgspec
 Phase = Literal["forward", "sample", "logits"]
 
 
-class RequestFault(
-    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
-):
+class RequestFault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A poisoned request, as `EngineCoreRequest.fault` spells it.
 
     ``phase`` says where it strikes: the forward or the sampling raises for the whole step, ``logits`` makes only this

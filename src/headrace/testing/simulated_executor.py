@@ -1,22 +1,22 @@
 """An executor without a model: rows, block tables and KV blocks are real, tokens come from `testing.tokens`.
 
-It keeps the executor's promises (calls run in order, rows live from `NewRequest` to ``finished`` or ``preempted``, tokens
-are written at their absolute positions) and checks the scheduler's: each slot of a KV block holds the running hash of the
-tokens up to it, and a forward reads every slot that its rows may attend to. What does not fit is listed in
-``violations``; tests assert that the list stays empty.
+It keeps the executor's promises (calls run in order, rows live from `NewRequest` to ``finished`` or ``preempted``,
+tokens are written at their absolute positions) and checks the scheduler's: each slot of a KV block holds the running
+hash of the tokens up to it, and a forward reads every slot that its rows may attend to. What does not fit is listed
+in ``violations``; tests assert that the list stays empty.
 
-With ``lazy`` nothing runs before somebody waits for it, the latest moment that the interface allows. Durations come from
-a `StepCost` and pass on the clock: a `ManualClock` is moved, on any other one the executor sleeps.
+With ``lazy`` nothing runs before somebody waits for it, the latest moment that the interface allows. Durations come
+from a `StepCost` and pass on the clock: a `ManualClock` is moved, on any other one the executor sleeps.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -25,6 +25,8 @@ from headrace.base.errors import ConfigError, EngineDeadError, ModelFileError
 from headrace.base.progress import ProgressWord
 from headrace.config.sections import EngineConfig
 from headrace.executor.base import Executor, ExecutorReady
+from headrace.kv_connector.null import NullWorkerConnector
+from headrace.kv_connector.protocol import WorkerConnector
 from headrace.messages.kv_cache import KVCacheConfig, KVCacheKind, KVCacheSpec
 from headrace.messages.requests import AnyControl, Reload
 from headrace.messages.runner_output import ModelRunnerOutput, StepStats
@@ -38,6 +40,7 @@ from headrace.testing.tokens import extend_hash, pick_token
 
 T = TypeVar("T")
 BYTES_PER_TOKEN = 16
+GARBAGE = 0xBAD0_BAD0_BAD0_BAD0
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +57,17 @@ class StepCost:
 
 @dataclass(slots=True)
 class _Row:
-    """A request on the device: ``hashes[i]`` is the running hash through ``tokens[i]``."""
+    """A request on the device: ``hashes[i]`` is the running hash through ``tokens[i]``.
+
+    A row is spoilt by a failed step: what steps in flight make of it will be dropped, and it comes anew.
+    """
 
     request: NewRequest
     block_ids: list[list[int]]
     tokens: list[int] = field(default_factory=list)
     hashes: list[int] = field(default_factory=list)
     fault: RequestFault | None = None
+    spoilt: bool = False
 
     def write(self, position: int, token_ids: list[int]) -> None:
         """Set the tokens from ``position`` on."""
@@ -74,27 +81,41 @@ class _Row:
 
 @dataclass(slots=True)
 class _Span:
-    """What one request does in one step: compute positions ``start`` to ``stop``, then perhaps sample."""
+    """What one request does in one step: compute positions ``start`` to ``stop``, then perhaps sample.
+
+    ``garbage`` is not 0 when it attended to wrong KV: all that comes of it is wrong then.
+    """
 
     row: _Row
     start: int
     stop: int
+    garbage: int = 0
 
     def strikes(self, phase: str) -> bool:
         fault = self.row.fault
         return fault is not None and fault.phase == phase and fault.at < self.stop
 
 
-class _LazyFuture(Future, Generic[T]):
+@dataclass(slots=True)
+class _Forward:
+    """A forward that waits for its sampling."""
+
+    number: int
+    spans: list[_Span]
+    error: Exception | None = None
+
+
+class _LazyFuture(Future[T]):
     """A future that runs the executor's queue when it is waited for."""
 
-    def __init__(self, run: Callable[[Future], None]) -> None:
+    def __init__(self, run: Callable[[Future[Any]], None]) -> None:
         super().__init__()
         self._run = run
 
     def result(self, timeout: float | None = None) -> T:
         self._run(self)
-        return super().result(timeout)
+        value: T = super().result(timeout)
+        return value
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         self._run(self)
@@ -105,12 +126,12 @@ class SimulatedExecutor(Executor):
     """See the module.
 
     Args:
-        config: sizes; ``cache.kv_cache_memory`` limits the blocks.
-        clock: where durations pass; ``None`` takes no time at all.
-        cost: durations.
-        faults: what goes wrong and when.
-        lazy: run steps only when their results are waited for.
-        progress: advanced by each forward.
+        config: sizes; ``cache.kv_cache_memory`` limits the blocks. clock: where durations pass; ``None`` takes no
+        time at all. cost: durations. faults: what goes wrong and when. lazy: run steps only when their results are
+        waited for. progress: advanced by each forward. connector: worker side of a KV connector; it is given the
+        blocks as one array ``[block, offset]``. tell_wrong_kv: note a read of wrong KV as a violation; off where
+        loads may fail, since the steps in flight behind a failed load read garbage rightly (and wrong tokens come of
+        it, should anybody deliver them).
     """
 
     def __init__(
@@ -122,6 +143,8 @@ class SimulatedExecutor(Executor):
         faults: FaultPlan | None = None,
         lazy: bool = False,
         progress: ProgressWord | None = None,
+        connector: WorkerConnector | None = None,
+        tell_wrong_kv: bool = True,
     ) -> None:
         self.violations: list[str] = []
         self.controls: list[AnyControl] = []
@@ -133,11 +156,12 @@ class SimulatedExecutor(Executor):
         self._faults = faults or FaultPlan()
         self._lazy = lazy
         self._progress = progress or ProgressWord()
+        self._connector = connector or NullWorkerConnector()
+        self._tell_wrong_kv = tell_wrong_kv
         self._rows: dict[str, _Row] = {}
         self._struck: set[str] = set()
-        self._calls: deque[tuple[Callable[[], Any], Future]] = deque()
-        self._forwards: deque[tuple[int, list[_Span] | BaseException]] = deque()
-        self._broken = False
+        self._calls: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
+        self._forwards: deque[_Forward] = deque()
         self._dead: str | None = None
         self._kv_config: KVCacheConfig | None = None
         self._kv = np.zeros((0, 0), dtype=np.uint64)
@@ -158,19 +182,14 @@ class SimulatedExecutor(Executor):
             for kind in self._config.architecture.layer_kinds
         ]
         memory = self._config.cache.kv_cache_memory or 1 << 20
-        return ExecutorReady(
-            specs, memory, self._config.architecture.vocab_size, attention="simulated"
-        )
+        return ExecutorReady(specs, memory, self._config.architecture.vocab_size, attention="simulated")
 
     def initialize_kv_cache(self, config: KVCacheConfig) -> None:
         self._kv_config = config
         self._kv = np.zeros((config.num_blocks, config.block_size), dtype=np.uint64)
+        self._connector.register_caches([self._kv])
 
-    def execute_model(
-        self, step: SchedulerOutput, non_block: bool = True
-    ) -> Future[ModelRunnerOutput | None]:
-        if not self._calls:
-            self._broken = False
+    def execute_model(self, step: SchedulerOutput, non_block: bool = True) -> Future[ModelRunnerOutput | None]:
         return self._submit(lambda: self._forward(step), non_block)
 
     def sample_tokens(self, grammar: GrammarOutput | None) -> Future[ModelRunnerOutput]:
@@ -227,43 +246,51 @@ class SimulatedExecutor(Executor):
         self._pass_time(self._cost.seconds(step) + self._faults.slow_s.get(number, 0.0))
         self._progress.advance()
         self._apply_rows(step)
+        self._connector.before_forward(step.connector)
         if not step.num_scheduled_tokens:
-            return ModelRunnerOutput(request_ids=[], sampled_token_ids=[])
+            return ModelRunnerOutput(
+                request_ids=[],
+                sampled_token_ids=[],
+                connector=self._connector.after_forward(),
+            )
         spans = self._make_spans(step)
         try:
             if number in self._faults.fail_forward:
                 raise SimulatedFault(f"forward {number} was told to fail")
             self._strike(spans, "forward")
         except SimulatedFault as error:
-            self._broken = True
-            self._forwards.append((number, error))
+            _spoil(spans.values())
+            self._forwards.append(_Forward(number, [], error))
             raise
         for request_id, span in spans.items():
             self._compute(request_id, span)
-        self._forwards.append((number, list(spans.values())))
+        self._forwards.append(_Forward(number, list(spans.values())))
         return None
 
     def _sample(self, grammar: GrammarOutput | None) -> ModelRunnerOutput:
         self._check_alive()
-        number, spans = self._forwards.popleft()
-        if isinstance(spans, BaseException):
-            raise SimulatedFault(str(spans))
+        forward = self._forwards.popleft()
+        number, spans = forward.number, forward.spans
+        if forward.error is not None:
+            raise SimulatedFault(str(forward.error))
         try:
             if number in self._faults.fail_sample:
                 raise SimulatedFault(f"sampling {number} was told to fail")
-            self._strike(
-                {span.row.request.request_id: span for span in spans}, "sample"
-            )
+            self._strike({span.row.request.request_id: span for span in spans}, "sample")
         except SimulatedFault:
-            self._broken = True
+            _spoil(spans)
             raise
-        request_ids, sampled, errors = [], [], {}
+        request_ids: list[str] = []
+        sampled: list[list[int]] = []
+        errors: dict[str, str] = {}
         for span in spans:
             request_id = span.row.request.request_id
             request_ids.append(request_id)
             if span.strikes("logits"):
                 errors[request_id] = "the logits are not finite"
                 sampled.append([])
+                # A real row has some token here too; steps in flight behind this one compute with it.
+                span.row.write(span.stop, [0])
             else:
                 sampled.append(self._sample_row(span))
         return ModelRunnerOutput(
@@ -275,15 +302,13 @@ class SimulatedExecutor(Executor):
 
     def _sample_row(self, span: _Span) -> list[int]:
         row, sampling = span.row, span.row.request.sampling
-        if span.stop < len(row.tokens):
+        if span.stop < len(row.request.token_ids):
             return []
         num_outputs = span.stop - row.request.num_prompt_tokens
         stops = {*row.request.eos_token_ids, *sampling.stop_token_ids}
         banned = stops if num_outputs < sampling.min_tokens else ()
         running = row.hashes[span.stop - 1] if len(row.hashes) >= span.stop else 1
-        token_id = pick_token(
-            sampling.seed or 0, running, self._config.architecture.vocab_size, banned
-        )
+        token_id = pick_token(sampling.seed or 0, running, self._config.architecture.vocab_size, banned)
         row.write(span.stop, [token_id])
         return [token_id]
 
@@ -303,39 +328,29 @@ class SimulatedExecutor(Executor):
         for source, destination in step.kv.copy:
             self._kv[destination] = self._kv[source]
         for new in step.new:
-            row = _Row(
-                new, [list(ids) for ids in new.block_ids], fault=parse_fault(new.fault)
-            )
+            row = _Row(new, [list(ids) for ids in new.block_ids], fault=parse_fault(new.fault))
             row.write(0, new.token_ids)
             self._rows[new.request_id] = row
         for request_id, block_ids in step.cached.new_block_ids.items():
             if request_id not in self._rows:
                 self._violate(f"blocks for {request_id}, which has no row")
                 continue
-            for table, new_ids in zip(
-                self._rows[request_id].block_ids, block_ids, strict=True
-            ):
+            for table, new_ids in zip(self._rows[request_id].block_ids, block_ids, strict=True):
                 table.extend(new_ids)
 
     def _make_spans(self, step: SchedulerOutput) -> dict[str, _Span]:
         starts = {new.request_id: new.num_computed_tokens for new in step.new}
-        starts.update(
-            zip(step.cached.request_ids, step.cached.num_computed_tokens, strict=True)
-        )
+        starts.update(zip(step.cached.request_ids, step.cached.num_computed_tokens, strict=True))
         spans = {}
         for request_id, num_tokens in step.num_scheduled_tokens.items():
             row = self._rows.get(request_id)
             if row is None:
                 self._violate(f"{request_id} is scheduled without a row")
                 continue
-            spans[request_id] = _Span(
-                row, starts[request_id], starts[request_id] + num_tokens
-            )
+            spans[request_id] = _Span(row, starts[request_id], starts[request_id] + num_tokens)
         total = sum(step.num_scheduled_tokens.values())
         if total != step.total_num_scheduled_tokens:
-            self._violate(
-                f"step {step.step_id} says {step.total_num_scheduled_tokens} tokens and holds {total}"
-            )
+            self._violate(f"step {step.step_id} says {step.total_num_scheduled_tokens} tokens and holds {total}")
         return spans
 
     def _compute(self, request_id: str, span: _Span) -> None:
@@ -343,16 +358,12 @@ class SimulatedExecutor(Executor):
         assert self._kv_config is not None
         row, size = span.row, self._kv_config.block_size
         if span.stop > len(row.tokens):
-            self._violate(
-                f"{request_id} computes position {span.stop - 1} and knows {len(row.tokens)} tokens"
-            )
+            self._violate(f"{request_id} computes position {span.stop - 1} and knows {len(row.tokens)} tokens", row)
             return
         hashes = np.array(row.hashes[: span.stop], dtype=np.uint64)
         for group, table in zip(self._kv_config.groups, row.block_ids, strict=True):
             if len(table) * size < span.stop:
-                self._violate(
-                    f"{request_id} computes position {span.stop - 1} in {len(table)} blocks of {size}"
-                )
+                self._violate(f"{request_id} computes position {span.stop - 1} in {len(table)} blocks of {size}", row)
                 continue
             low = first_attended(group.spec, span.start)
             positions = np.arange(low, span.stop)
@@ -361,18 +372,14 @@ class SimulatedExecutor(Executor):
             found = self._kv[blocks[past], positions[past] % size]
             if (found != hashes[low : span.start]).any():
                 at = low + int(np.argmax(found != hashes[low : span.start]))
-                self._violate(
-                    f"{request_id} reads wrong KV at position {at} before computing {span.start}"
-                )
+                self._violate(f"{request_id} reads wrong KV at position {at} before computing {span.start}", row)
             if (blocks[~past] == 0).any():
-                self._violate(f"{request_id} writes to the null block")
-            self._kv[blocks[~past], positions[~past] % size] = hashes[
-                span.start : span.stop
-            ]
+                self._violate(f"{request_id} writes to the null block", row)
+            self._kv[blocks[~past], positions[~past] % size] = hashes[span.start : span.stop]
 
-    def _violate(self, message: str) -> None:
-        """Note a broken promise, unless an earlier call failed and what runs now will be dropped."""
-        if not self._broken:
+    def _violate(self, message: str, row: _Row | None = None) -> None:
+        """Note a broken promise."""
+        if row is None or not row.spoilt:
             self.violations.append(message)
 
     def _pass_time(self, seconds: float) -> None:
@@ -380,6 +387,11 @@ class SimulatedExecutor(Executor):
             self._clock.advance(seconds)
         elif self._clock is not None:
             time.sleep(seconds)
+
+
+def _spoil(spans: Iterable[_Span]) -> None:
+    for span in spans:
+        span.row.spoilt = True
 
 
 def make_executor(

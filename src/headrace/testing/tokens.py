@@ -32,9 +32,7 @@ def hash_tokens(token_ids: Iterable[int], running: int = 1) -> int:
     return running
 
 
-def pick_token(
-    seed: int, running: int, vocab_size: int, banned: Container[int] = ()
-) -> int:
+def pick_token(seed: int, running: int, vocab_size: int, banned: Container[int] = ()) -> int:
     """The token that follows a sequence with this running hash; ``banned`` ones give way to others."""
     draw = extend_hash(running ^ (seed & _MASK), 0x5EED)
     while draw % vocab_size in banned:
@@ -51,9 +49,7 @@ class ExpectedOutput:
     stop_reason: int | None
 
 
-def expected_output(
-    request: EngineCoreRequest, *, vocab_size: int, max_model_len: int
-) -> ExpectedOutput:
+def expected_output(request: EngineCoreRequest, *, vocab_size: int, max_model_len: int) -> ExpectedOutput:
     """What any correct engine answers to ``request`` on the pseudo model."""
     sampling = request.sampling
     assert sampling.max_tokens is not None

@@ -1,0 +1,63 @@
+"""Builds an engine core from a configuration and an executor named by dotted path.
+
+Only here are the parts of a core chosen, so that naming an executor (and with it PyTorch) never imports it in a process
+that merely starts cores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+from headrace.base.clock import Clock, SystemClock
+from headrace.base.errors import ConfigError, HeadraceError, ModelFileError
+from headrace.base.progress import ProgressWord
+from headrace.config.sections import EngineConfig
+from headrace.core.engine_core import EngineCore
+from headrace.executor.base import Executor
+from headrace.messages.outputs import CoreFailed
+
+
+def load_factory(path: str) -> Callable[..., Executor]:
+    """The function at ``package.module:name``."""
+    module, _, name = path.partition(":")
+    factory: Callable[..., Executor] = getattr(import_module(module), name)
+    return factory
+
+
+def build_core(
+    config: EngineConfig,
+    executor: str,
+    options: dict[str, Any],
+    progress: ProgressWord,
+    clock: Clock | None = None,
+) -> EngineCore:
+    """Load the model and return a core that can serve.
+
+    Raises:
+        ConfigError, ModelFileError: the operator's fault, with the remedy.
+    """
+    made = load_factory(executor)(config, progress, **options)
+    try:
+        return EngineCore(config, made, clock or SystemClock())
+    except BaseException:
+        made.shutdown()
+        raise
+
+
+def describe_cause(error: BaseException) -> str:
+    """The root cause in one sentence: the innermost explicit cause of ``error``."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    text = str(error) or "no message"
+    return text if isinstance(error, HeadraceError) else f"{type(error).__name__}: {text}"
+
+
+def as_failure(error: BaseException) -> CoreFailed:
+    """A start-up error as a message."""
+    if isinstance(error, ModelFileError):
+        return CoreFailed(kind="model_file", message=str(error))
+    if isinstance(error, ConfigError):
+        return CoreFailed(kind="config", message=str(error))
+    return CoreFailed(kind="internal", message=describe_cause(error))

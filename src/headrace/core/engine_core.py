@@ -1,0 +1,341 @@
+"""`EngineCore`: requests in, tokens out, one step at a time.
+
+Owns the scheduler (and with it requests and KV blocks), the pipeline of steps in flight and the lifecycle state. Knows
+nothing of sockets, threads or clients beyond their number; `CoreLoop` drives it. All methods but `abort_soon` are
+called from one thread.
+
+Order of effects in `step`: schedule, start the forward, make the grammar bitmask while it runs, sample, apply the
+aborts that came meanwhile, commit, hand out. A fault in a forward or a sampling ends the request that causes it
+(`core.recovery`); a fault in scheduling or committing, or the death of the executor, leaves `step` as an exception and
+is the end of the core.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from msgspec import to_builtins
+
+from headrace.base.clock import Clock
+from headrace.base.errors import EngineDeadError, HeadraceError, InvalidRequestError, NotAcceptingError
+from headrace.base.logging import get_logger
+from headrace.config.sections import EngineConfig
+from headrace.control.grammar.protocol import Grammar
+from headrace.control.kv_cache.planning import describe, max_concurrency, num_cache_tokens, plan_kv_cache
+from headrace.control.scheduler.recorder import StepRecorder
+from headrace.control.scheduler.scheduler import Scheduler
+from headrace.core.lifecycle import CoreState, Verb, admits, next_state, runs_steps
+from headrace.core.outbox import Outbox
+from headrace.core.pipeline import Flight, Pipeline, StepFailedError
+from headrace.core.recovery import StepRecovery
+from headrace.executor.base import Executor
+from headrace.kv_connector.protocol import SchedulerConnector
+from headrace.messages.outputs import ControlReply, CoreReady, EngineCoreOutput, EngineCoreOutputs, FinishReason
+from headrace.messages.requests import (
+    Abort,
+    AddLora,
+    AnyControl,
+    Drain,
+    EngineCoreRequest,
+    Profile,
+    Query,
+    Reload,
+    ResetPrefixCache,
+    Sleep,
+    Stop,
+    Wake,
+)
+from headrace.messages.runner_output import ModelRunnerOutput
+from headrace.messages.scheduler_output import GrammarOutput, SchedulerOutput
+
+logger = get_logger(__name__)
+
+STATS_INTERVAL_S = 0.1
+
+
+class CoreGrammar(Grammar, Protocol):
+    """Grammars as scheduler and core need them."""
+
+    def make_bitmask(self, step: SchedulerOutput) -> GrammarOutput:
+        """Which tokens each of ``step.grammar`` may sample, given all tokens that are certain."""
+        ...
+
+
+class EngineCore:
+    """See the module.
+
+    Args:
+        config: resolved.
+        executor: not started yet; the core ends it in `shutdown`.
+        clock: all times that leave the core come from it.
+        connector: scheduler side of the KV connector; none by default.
+        grammar: compiles grammars and makes bitmasks; by default requests that need one end with an error.
+        recorder: takes note of decisions; nobody by default.
+
+    Raises:
+        ConfigError, ModelFileError: it cannot start, with the remedy.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        executor: Executor,
+        clock: Clock,
+        *,
+        connector: SchedulerConnector | None = None,
+        grammar: CoreGrammar | None = None,
+        recorder: StepRecorder | None = None,
+    ) -> None:
+        self.config = config
+        self.state = CoreState.READY
+        self.stalled = False
+        self._executor = executor
+        self._clock = clock
+        began = clock.monotonic()
+        loaded = executor.start()
+        cache, max_model_len = config.cache, config.max_model_len
+        plan = plan_kv_cache(
+            loaded.layer_specs, loaded.available_bytes, max_model_len, cache.block_size, cache.num_kv_blocks
+        )
+        logger.info(describe(plan, max_model_len))
+        planned = clock.monotonic()
+        executor.initialize_kv_cache(plan)
+        self._refused_attention = loaded.refused
+        phases_ms = {"load": (planned - began) * 1e3, "kv_cache": (clock.monotonic() - planned) * 1e3}
+        self.ready = CoreReady(
+            max_model_len=max_model_len,
+            vocab_size=loaded.vocab_size,
+            num_blocks=plan.num_blocks,
+            block_size=plan.block_size,
+            kv_cache_tokens=num_cache_tokens(plan, max_model_len),
+            max_concurrency=max_concurrency(plan, max_model_len),
+            attention=loaded.attention,
+            phases_ms=phases_ms | loaded.phases_ms,
+        )
+        depth = config.scheduler.pipeline_depth
+        self.scheduler = Scheduler(
+            config.scheduler,
+            plan,
+            max_model_len=max_model_len,
+            enable_prefix_caching=cache.enable_prefix_caching,
+            pipeline_depth=depth,
+            connector=connector,
+            grammar=grammar,
+            recorder=recorder,
+        )
+        self._pipeline = Pipeline(executor, depth, grammar.make_bitmask if grammar is not None else _make_no_bitmask)
+        self._recovery = StepRecovery(self.scheduler, self._pipeline, clock, self._commit, self._tell)
+        self._outbox = Outbox()
+        self._aborts: deque[str] = deque()
+        self._draining_calls: list[tuple[int, int]] = []
+        self._stats_due = 0.0
+        self._has_news = False
+        self._handlers: dict[type, Callable[[Any], Any]] = {
+            Abort: lambda verb: self.abort_soon(verb.request_ids),
+            Drain: lambda verb: self._move(Verb.DRAIN),
+            Sleep: self._sleep,
+            Wake: self._wake,
+            Reload: self._reload,
+            ResetPrefixCache: self._reset_prefix_cache,
+            AddLora: self._ask_workers,
+            Profile: self._ask_workers,
+            Stop: self._stop,
+            Query: self._query,
+        }
+
+    # What the driver asks
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the core has been told to end."""
+        return self.state is CoreState.STOPPED
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step may bring something."""
+        scheduler = self.scheduler
+        waiting = runs_steps(self.state) and (scheduler.has_unfinished or scheduler.has_pending_transfers)
+        return bool(waiting or len(self._pipeline) or self._aborts or self._outbox or self._draining_calls)
+
+    def check_health(self) -> None:
+        """Raise `EngineDeadError` when a worker is gone."""
+        self._executor.check_health()
+
+    # What comes in
+
+    def add_request(self, request: EngineCoreRequest) -> None:
+        """Queue a request; one that cannot be taken ends with an error of its own."""
+        if not admits(self.state):
+            self._outbox.refuse(request.client_index, request.request_id, f"the engine is {self.state.value}")
+            return
+        try:
+            self.scheduler.add_request(request, self._clock.monotonic())
+        except HeadraceError as error:
+            self._outbox.refuse(request.client_index, request.request_id, str(error))
+        except Exception as error:
+            logger.exception("a request could not be prepared")
+            self._outbox.refuse(request.client_index, request.request_id, f"{type(error).__name__}: {error}")
+
+    def abort_soon(self, request_ids: list[str]) -> None:
+        """End requests before the next commit; from any thread. Unknown and finished ids are ignored."""
+        self._aborts.extend(request_ids)
+
+    def control(self, request: AnyControl, client_index: int = 0) -> None:
+        """Apply a verb and answer its caller; a verb that fails is answered with its error and nobody else hears."""
+        call_id = request.call_id
+        try:
+            value = self.perform(request)
+        except EngineDeadError:
+            raise
+        except Exception as error:
+            if not isinstance(error, HeadraceError):
+                logger.exception("control verb %s failed", type(request).__name__)
+            if call_id is not None:
+                self._outbox.reply(client_index, ControlReply(call_id=call_id, error=str(error) or repr(error)))
+            return
+        if call_id is None:
+            return
+        if isinstance(request, Drain):
+            self._draining_calls.append((client_index, call_id))
+        else:
+            self._outbox.reply(client_index, ControlReply(call_id=call_id, value=value))
+
+    def perform(self, request: AnyControl) -> Any:
+        """Apply a verb and return its value; raises what it failed with."""
+        return self._handlers[type(request)](request)
+
+    # The loop
+
+    def step(self) -> dict[int, EngineCoreOutputs]:
+        """One iteration; returns what each client is to hear."""
+        pipeline, scheduler = self._pipeline, self.scheduler
+        launched = False
+        if pipeline.has_room and runs_steps(self.state):
+            step = scheduler.schedule(self._clock.monotonic())
+            launched = bool(step.num_scheduled_tokens) or step.connector is not None
+            if launched:
+                pipeline.launch(step)
+        # The pipeline is filled first; then its oldest step is committed.
+        flight = None if launched and pipeline.has_room else pipeline.take_oldest()
+        if flight is not None:
+            self._finish(flight)
+        self._apply_aborts()
+        self.stalled = not launched and flight is None
+        return self._take_outbox()
+
+    def shutdown(self) -> None:
+        """End the executor. Idempotent."""
+        self.state = next_state(self.state, Verb.STOP)
+        self._executor.shutdown()
+
+    def _finish(self, flight: Flight) -> None:
+        """Wait for a step and commit it; one that failed is run again in parts."""
+        try:
+            output = self._pipeline.wait(flight)
+        except StepFailedError as error:
+            logger.debug("step %d failed", flight.step.step_id, exc_info=True)
+            self._recovery.run(flight.step, error)
+        else:
+            self._apply_aborts()
+            self._commit(flight.step, output)
+
+    def _commit(self, step: SchedulerOutput, output: ModelRunnerOutput) -> None:
+        self._outbox.add(self.scheduler.update_from_output(step, output, self._clock.monotonic()))
+        self._pipeline.committed()
+        self._has_news = True
+
+    def _tell(self, outputs: dict[int, list[EngineCoreOutput]]) -> None:
+        self._outbox.add({client: EngineCoreOutputs(outputs=ended) for client, ended in outputs.items()})
+        self._has_news = True
+
+    def _apply_aborts(self) -> None:
+        request_ids = []
+        while self._aborts:
+            request_ids.append(self._aborts.popleft())
+        if request_ids:
+            self._tell(self.scheduler.finish_requests(request_ids, FinishReason.ABORT))
+
+    def _take_outbox(self) -> dict[int, EngineCoreOutputs]:
+        """What there is to tell, with statistics now and then, and always when work ends."""
+        self._outbox.add(self.scheduler.take_outputs())
+        idle = not self.scheduler.has_unfinished
+        if idle:
+            for client_index, call_id in self._draining_calls:
+                self._outbox.reply(client_index, ControlReply(call_id=call_id))
+            self._draining_calls.clear()
+        now = self._clock.monotonic()
+        if self._has_news and (idle or now >= self._stats_due):
+            self._has_news = False
+            self._stats_due = now + STATS_INTERVAL_S
+            self._outbox.set_stats(0, self.scheduler.make_stats())
+        return self._outbox.take()
+
+    def _quiesce(self) -> None:
+        """Commit everything in flight, so that nothing runs."""
+        while (flight := self._pipeline.take_oldest()) is not None:
+            self._finish(flight)
+
+    # Verbs
+
+    def _move(self, verb: Verb) -> None:
+        self.state = next_state(self.state, verb)
+
+    def _ask_workers(self, request: AnyControl) -> Any:
+        self._quiesce()
+        return self._executor.control(request)
+
+    def _sleep(self, request: Sleep) -> None:
+        state = next_state(self.state, Verb.SLEEP)
+        self._forget_kv()
+        self._executor.control(request)
+        self.state = state
+
+    def _wake(self, request: Wake) -> None:
+        state = next_state(self.state, Verb.WAKE)
+        self._executor.control(request)
+        self.state = state
+
+    def _reload(self, request: Reload) -> None:
+        self._move(Verb.RELOAD)
+        try:
+            self._forget_kv()
+            self._executor.control(request)
+        finally:
+            self._move(Verb.RELOADED)
+
+    def _reset_prefix_cache(self, request: ResetPrefixCache) -> bool:
+        self._quiesce()
+        return self.scheduler.reset_prefix_cache(request.reset_running)
+
+    def _forget_kv(self) -> None:
+        """No block keeps contents: what runs is preempted and computed anew later."""
+        self._quiesce()
+        if not self.scheduler.reset_prefix_cache(True):
+            raise NotAcceptingError("a KV transfer is still using blocks; try again when it has ended")
+
+    def _stop(self, request: Stop) -> None:
+        self._quiesce()
+        self._tell(self.scheduler.finish_requests(None, FinishReason.ABORT))
+        self._move(Verb.STOP)
+
+    def _query(self, request: Query) -> Any:
+        topics: dict[str, Callable[[], Any]] = {
+            "state": self._describe_state,
+            "stats": lambda: to_builtins(self.scheduler.make_stats()),
+            "config": lambda: to_builtins(self.config),
+            "attention": lambda: {"chosen": self.ready.attention, "refused": self._refused_attention},
+        }
+        if request.topic not in topics:
+            raise InvalidRequestError(f"nothing is known about '{request.topic}'; topics: {', '.join(topics)}")
+        return topics[request.topic]()
+
+    def _describe_state(self) -> dict[str, Any]:
+        scheduler = self.scheduler
+        return {"state": self.state.value, "num_unfinished": scheduler.num_running + scheduler.num_waiting}
+
+
+def _make_no_bitmask(step: SchedulerOutput) -> None:
+    """Without grammars no row needs a mask."""
+    assert not step.grammar, step.grammar

@@ -1,0 +1,184 @@
+"""The core process: an engine core behind two sockets.
+
+Run as ``python -m headrace.core.process FOLDER PARENT_PID`` by `ProcessClient`; everything else arrives as the first
+message. The main thread runs the loop, an input thread decodes (aborts take the fast lane), an output thread encodes.
+
+- It leads its own session, so Ctrl-C reaches only the server; it ignores SIGTERM too: the server decides when it ends.
+- It dies with the thread that started it (the kernel sends SIGKILL), so no core outlives its server.
+- A crash is told to the client with its root cause before the process exits with code 1.
+- Start-up objects are frozen out of the garbage collector, so that collections stay short.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import signal
+import sys
+import threading
+from queue import Queue
+
+import zmq
+
+from headrace.base.logging import get_logger, setup_logging
+from headrace.base.progress import ProgressWord
+from headrace.core.build import as_failure, build_core, describe_cause
+from headrace.core.engine_core import EngineCore
+from headrace.core.loop import CoreLoop, Inbox
+from headrace.core.transport import (
+    HIGH_WATER,
+    LAST_WORDS_MS,
+    CoreStart,
+    from_core_codec,
+    input_address,
+    output_address,
+    to_core_codec,
+)
+from headrace.messages.outputs import EngineCoreOutputs, FromCore
+
+logger = get_logger(__name__)
+
+START_TIMEOUT_MS = 30_000
+SEND_TIMEOUT_MS = 30_000
+OUTBOX_LIMIT = 1024
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent(parent_pid: int) -> None:
+    """Have the kernel kill this process when the thread that started it ends."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:
+        os._exit(1)
+
+
+class _Sockets:
+    """Both sockets; the input one belongs to one thread at a time, the output one to another."""
+
+    def __init__(self, folder: str) -> None:
+        self.context = zmq.Context()
+        self.input = self._connect(zmq.PULL, input_address(folder))
+        self.output = self._connect(zmq.PUSH, output_address(folder))
+        self.input.RCVTIMEO = START_TIMEOUT_MS
+        self.output.SNDTIMEO = SEND_TIMEOUT_MS
+        self._to_core = to_core_codec()
+        self._from_core = from_core_codec()
+        self._reading = False
+
+    def _connect(self, kind: int, address: str) -> zmq.Socket[bytes]:
+        socket = self.context.socket(kind)
+        socket.set_hwm(HIGH_WATER)
+        socket.linger = 0
+        socket.connect(address)
+        return socket
+
+    def receive_start(self) -> CoreStart:
+        """The first message."""
+        start = self._to_core.decode(self.input.recv())
+        assert isinstance(start, CoreStart), start
+        self.input.RCVTIMEO = -1
+        return start
+
+    def send(self, message: FromCore) -> None:
+        """Send from the thread that owns the output socket."""
+        self.output.send(self._from_core.encode(message))
+
+    def read_into(self, inbox: Inbox) -> None:
+        """Decode messages on a thread of its own until the context closes."""
+        self._reading = True
+        threading.Thread(target=self._read, args=(inbox,), name="core-input", daemon=True).start()
+
+    def _read(self, inbox: Inbox) -> None:
+        while True:
+            try:
+                message = self._to_core.decode(self.input.recv())
+            except zmq.ContextTerminated:
+                self.input.close()
+                return
+            assert not isinstance(message, CoreStart)
+            inbox.put(0, message)
+
+    def close(self, last_words: FromCore | None = None) -> None:
+        """Say ``last_words`` and close, within about two seconds even when nobody listens."""
+        if last_words is not None:
+            self.output.linger = LAST_WORDS_MS
+            self.output.send(self._from_core.encode(last_words))
+        self.output.close()
+        if not self._reading:
+            self.input.close()
+        closer = threading.Thread(target=self.context.term, daemon=True)
+        closer.start()
+        closer.join(2 * LAST_WORDS_MS / 1000)
+
+
+class _Outbox:
+    """Encodes and sends on a thread of its own, so that the loop does not wait for the wire."""
+
+    def __init__(self, sockets: _Sockets) -> None:
+        self._sockets = sockets
+        self._queue: Queue[EngineCoreOutputs | None] = Queue(OUTBOX_LIMIT)
+        self._thread = threading.Thread(target=self._run, name="core-output", daemon=True)
+        self._thread.start()
+
+    def put(self, client_index: int, outputs: EngineCoreOutputs) -> None:
+        """Queue a message; blocks while the client reads too slowly."""
+        assert client_index == 0, client_index
+        self._queue.put(outputs, timeout=SEND_TIMEOUT_MS / 1000)
+
+    def close(self) -> None:
+        """Send what is queued and hand the socket back."""
+        self._queue.put(None, timeout=SEND_TIMEOUT_MS / 1000)
+        self._thread.join(SEND_TIMEOUT_MS / 1000)
+
+    def _run(self) -> None:
+        while (outputs := self._queue.get()) is not None:
+            self._sockets.send(outputs)
+
+
+def serve(core: EngineCore, sockets: _Sockets, progress: ProgressWord) -> None:
+    """Say that the core is ready and run it until it is stopped or beyond help."""
+    sockets.send(core.ready)
+    inbox, outbox = Inbox(core), _Outbox(sockets)
+    sockets.read_into(inbox)
+    gc.collect()
+    gc.freeze()
+    try:
+        CoreLoop(core, inbox, outbox.put, progress).run()
+    finally:
+        core.shutdown()
+        outbox.close()
+
+
+def main(folder: str, parent_pid: int) -> int:
+    """Run a core process; returns its exit code."""
+    die_with_parent(parent_pid)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    sockets = _Sockets(folder)
+    start = sockets.receive_start()
+    observability = start.config.observability
+    setup_logging(observability.log_level, observability.log_format, "core")
+    progress = ProgressWord(name=start.progress_name)
+    try:
+        core = build_core(start.config, start.executor, start.options, progress)
+    except Exception as error:
+        logger.debug("the engine core cannot start", exc_info=True)
+        sockets.close(as_failure(error))
+        return 1
+    try:
+        serve(core, sockets, progress)
+    except Exception as error:
+        logger.exception("the engine core failed")
+        sockets.close(EngineCoreOutputs(dead=describe_cause(error)))
+        return 1
+    sockets.close()
+    return 0
+
+
+if __name__ == "__main__":
+    code = main(sys.argv[1], int(sys.argv[2]))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Threads of executors and sockets are no reason to stay.
+    os._exit(code)
