@@ -22,11 +22,13 @@ class FakeWorker:
     def __init__(self) -> None:
         self.calls: list[tuple[str, Any]] = []
         self.threads: set[str] = set()
+        self.waiting = threading.Event()
 
     def _note(self, name: str, value: Any) -> Any:
         self.calls.append((name, value))
         self.threads.add(threading.current_thread().name)
         if isinstance(value, threading.Event):
+            self.waiting.set()
             value.wait(10)
         if isinstance(value, BaseException):
             raise value
@@ -99,10 +101,11 @@ def test_a_start_that_fails_raises_its_own_error() -> None:
     executor.shutdown()
 
 
-def test_shutdown_ends_queued_calls_and_is_idempotent(executor: UniprocExecutor) -> None:
+def test_shutdown_ends_queued_calls_and_is_idempotent(executor: UniprocExecutor, worker: FakeWorker) -> None:
     executor.start()
     gate = threading.Event()
     running, queued = execute(executor, gate), execute(executor, 1)
+    assert worker.waiting.wait(5)
     closer = threading.Thread(target=executor.shutdown)
     closer.start()
     with pytest.raises(EngineDeadError):
@@ -117,11 +120,14 @@ def test_shutdown_ends_queued_calls_and_is_idempotent(executor: UniprocExecutor)
         execute(executor, 2)
 
 
-def test_shutdown_leaves_a_hung_call_behind(executor: UniprocExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shutdown_leaves_a_hung_call_behind(
+    executor: UniprocExecutor, worker: FakeWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(uniproc, "SHUTDOWN_S", 0.05)
     executor.start()
     gate = threading.Event()
     execute(executor, gate)
+    assert worker.waiting.wait(5)
     executor.shutdown()
     gate.set()
 

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from tests.runner.driver import Driver, Job
 
 from headrace.base.clock import ManualClock
 from headrace.device.runner.faults import InjectedFaultError
@@ -15,114 +16,23 @@ from headrace.device.runner.graphs import BatchDescriptor
 from headrace.device.runner.hooks import NullBatchSync, NullConnector, RunnerHooks
 from headrace.device.runner.model_runner import ModelRunner
 from headrace.messages.runner_output import ConnectorOutput, ModelRunnerOutput
-from headrace.messages.sampling_params import SamplingParams
-from headrace.messages.scheduler_output import CachedRequests, GrammarOutput, KVActions, NewRequest, SchedulerOutput
+from headrace.messages.scheduler_output import CachedRequests, GrammarOutput, KVActions, SchedulerOutput
 
-BLOCK = 4
 VOCAB = 97
 Logits = Callable[[list[int]], np.ndarray]
 MakeRunner = Callable[..., ModelRunner]
 
 
-class Job:
-    """One request as the driver sees it."""
-
-    def __init__(self, request_id: str, prompt: list[int], **params: Any) -> None:
-        self.request_id = request_id
-        self.tokens = list(prompt)
-        self.num_prompt = len(prompt)
-        self.num_computed = 0
-        self.blocks: list[list[int]] = []
-        self.params = SamplingParams(**{"temperature": 0.0, "seed": 1, "max_tokens": 60, **params})
-        self.fault: dict[str, Any] | None = None
-        self.running = False
-
-
-class Driver:
-    """Makes steps for jobs and applies what comes back."""
+class RunnerDriver(Driver):
+    """Steps run on a runner."""
 
     def __init__(self, runner: ModelRunner) -> None:
+        super().__init__(self.run_step, groups=len(runner.tables.tables))
         self.runner = runner
-        self.free = list(range(1, 200))
-        self.step_id = 0
-        self.groups = len(runner.tables.tables)
-        self.ended: list[str] = []
-        self.lost: list[str] = []
 
-    def make_step(self, grants: dict[Job, int]) -> SchedulerOutput:
-        new: list[NewRequest] = []
-        ids: list[str] = []
-        computed: list[int] = []
-        blocks: dict[str, tuple[list[int], ...]] = {}
-        for job, count in grants.items():
-            fresh: list[list[int]] = [[] for _ in range(self.groups)]
-            if not job.blocks:
-                job.blocks = [[] for _ in range(self.groups)]
-            for group in range(self.groups):
-                while len(job.blocks[group]) * BLOCK < job.num_computed + count:
-                    block = self.free.pop(0)
-                    job.blocks[group].append(block)
-                    fresh[group].append(block)
-            if not job.running:
-                job.running = True
-                new.append(
-                    NewRequest(
-                        request_id=job.request_id,
-                        token_ids=list(job.tokens),
-                        num_prompt_tokens=job.num_prompt,
-                        num_computed_tokens=job.num_computed,
-                        block_ids=tuple(list(b) for b in job.blocks),
-                        sampling=job.params,
-                        fault=job.fault,
-                    )
-                )
-            else:
-                ids.append(job.request_id)
-                computed.append(job.num_computed)
-                if any(fresh):
-                    blocks[job.request_id] = tuple(fresh)
-        for job, count in grants.items():
-            job.num_computed += count
-        self.step_id += 1
-        finished, self.ended = self.ended, []
-        preempted, self.lost = self.lost, []
-        return SchedulerOutput(
-            step_id=self.step_id,
-            new=new,
-            cached=CachedRequests(request_ids=ids, num_computed_tokens=computed, new_block_ids=blocks),
-            num_scheduled_tokens={job.request_id: count for job, count in grants.items()},
-            total_num_scheduled_tokens=sum(grants.values()),
-            finished=finished,
-            preempted=preempted,
-            kv=KVActions(zero=[], copy=[]),
-            spec={},
-            grammar=[],
-            encoder={},
-        )
-
-    def release(self, job: Job) -> None:
-        for ids in job.blocks:
-            self.free.extend(ids)
-        job.blocks, job.running, job.num_computed = [], False, 0
-
-    def preempt(self, job: Job) -> None:
-        self.release(job)
-        self.lost.append(job.request_id)
-
-    def finish(self, job: Job) -> None:
-        self.release(job)
-        self.ended.append(job.request_id)
-
-    def run(self, step: SchedulerOutput, grammar: GrammarOutput | None = None) -> ModelRunnerOutput:
+    def run_step(self, step: SchedulerOutput, grammar: GrammarOutput | None = None) -> ModelRunnerOutput:
         assert self.runner.execute_model(step) is None
         return self.runner.sample_tokens(grammar)
-
-    def advance(self, grants: dict[Job, int]) -> ModelRunnerOutput:
-        output = self.run(self.make_step(grants))
-        sampled = dict(zip(output.request_ids, output.sampled_token_ids, strict=True))
-        for job in grants:
-            job.tokens.extend(sampled[job.request_id])
-        return output
 
 
 def plain_greedy(logits_after: Logits, prompt: list[int], count: int) -> list[int]:
@@ -143,7 +53,7 @@ def test_chunks_joins_preemptions_and_reuse_change_no_token(
     """Random grants over many requests; every request's tokens equal the plain loop."""
     rng = np.random.default_rng(groups)
     runner = make_runner(groups=groups, max_num_seqs=4)
-    driver = Driver(runner)
+    driver = RunnerDriver(runner)
     done: list[Job] = []
     active: list[Job] = []
     made = 0
@@ -169,7 +79,7 @@ def test_chunks_joins_preemptions_and_reuse_change_no_token(
 
 
 def test_batch_order_is_decodes_extends_prefills(make_runner: MakeRunner) -> None:
-    driver = Driver(make_runner())
+    driver = RunnerDriver(make_runner())
     jobs = [Job(f"r{i}", prompt_of(20, i)) for i in range(4)]
     driver.advance({jobs[2]: 20})
     output = driver.advance({jobs[0]: 12, jobs[1]: 3, jobs[2]: 1, jobs[3]: 12})
@@ -179,7 +89,7 @@ def test_batch_order_is_decodes_extends_prefills(make_runner: MakeRunner) -> Non
 
 def test_running_a_step_again_gives_the_same(make_runner: MakeRunner) -> None:
     """In halves, after younger steps ran, with new rows and new blocks in it."""
-    driver = Driver(make_runner())
+    driver = RunnerDriver(make_runner())
     a = Job("a", prompt_of(7, 1), presence_penalty=0.5, repetition_penalty=1.2, temperature=0.8)
     b = Job("b", prompt_of(9, 2), frequency_penalty=0.7)
     driver.advance({a: 7})
@@ -204,7 +114,7 @@ def test_running_a_step_again_gives_the_same(make_runner: MakeRunner) -> None:
 
 def test_the_next_forward_needs_no_host_token(make_runner: MakeRunner, logits_after: Logits) -> None:
     """Two steps in flight: the second is made before the first one's token is known outside."""
-    driver = Driver(make_runner())
+    driver = RunnerDriver(make_runner())
     job = Job("a", prompt_of(5))
     first = driver.make_step({job: 5})
     second = driver.make_step({job: 1})
@@ -217,7 +127,7 @@ def test_prompt_logprobs_are_the_same_for_every_chunking(make_runner: MakeRunner
     prompt = prompt_of(50, 3)
     results = []
     for sizes in ([50], [1] * 50, [7, 20, 1, 22], [49, 1]):
-        driver = Driver(make_runner())
+        driver = RunnerDriver(make_runner())
         job, other = Job("a", prompt, prompt_logprobs=3, max_tokens=1), Job("b", prompt_of(4), prompt_logprobs=0)
         entries: list[Any] = []
         driver.advance({other: 4})
@@ -239,12 +149,12 @@ def test_prompt_logprobs_are_the_same_for_every_chunking(make_runner: MakeRunner
 
 
 def test_one_token_prompt_has_no_prompt_logprobs(make_runner: MakeRunner) -> None:
-    driver = Driver(make_runner())
+    driver = RunnerDriver(make_runner())
     assert driver.advance({Job("a", [5], prompt_logprobs=1): 1}).prompt_logprobs == {}
 
 
 def test_sampled_token_at_the_context_limit(make_runner: MakeRunner, logits_after: Logits) -> None:
-    driver = Driver(make_runner(max_model_len=60))
+    driver = RunnerDriver(make_runner(max_model_len=60))
     job = Job("a", prompt_of(60))
     driver.advance({job: 60})
     assert job.tokens == plain_greedy(logits_after, job.tokens[:60], 1)
@@ -252,7 +162,7 @@ def test_sampled_token_at_the_context_limit(make_runner: MakeRunner, logits_afte
 
 def test_non_finite_logits_end_only_their_request(make_runner: MakeRunner, logits_after: Logits) -> None:
     runner = make_runner()
-    driver = Driver(runner)
+    driver = RunnerDriver(runner)
     a, b, c = Job("a", [1, 2, 3]), Job("b", [4, 5, 6]), Job("c", [4, 5, 6, 9], prompt_logprobs=1)
     h = 7
     for token in b.tokens:
@@ -268,7 +178,7 @@ def test_non_finite_logits_end_only_their_request(make_runner: MakeRunner, logit
 @pytest.mark.parametrize("phase", ["forward", "sample"])
 @pytest.mark.parametrize("times", [1, -1])
 def test_fault_hook(make_runner: MakeRunner, phase: str, times: int) -> None:
-    driver = Driver(make_runner())
+    driver = RunnerDriver(make_runner())
     good, bad = Job("good", [1, 2]), Job("bad", [3, 4])
     bad.fault = {"phase": phase, "times": times}
     step = driver.make_step({good: 2, bad: 2})
@@ -286,7 +196,7 @@ def test_fault_hook(make_runner: MakeRunner, phase: str, times: int) -> None:
 
 
 def test_logits_fault_ends_one_row_from_its_position_on(make_runner: MakeRunner, logits_after: Logits) -> None:
-    driver = Driver(make_runner())
+    driver = RunnerDriver(make_runner())
     good, bad = Job("good", [1, 2]), Job("bad", [1, 2])
     bad.fault = {"phase": "logits", "repeat": "once", "at": 3}
     assert not driver.advance({good: 2, bad: 2}).errors
@@ -297,12 +207,12 @@ def test_logits_fault_ends_one_row_from_its_position_on(make_runner: MakeRunner,
 
 
 def test_grammar_masks_reach_their_rows(make_runner: MakeRunner) -> None:
-    driver = Driver(make_runner())
+    driver = RunnerDriver(make_runner())
     a, b = Job("a", [1, 2]), Job("b", [1, 2])
     mask = np.zeros(4, dtype=np.int32)
     mask[1] = 1 << 3
     step = driver.make_step({a: 2, b: 2})
-    output = driver.run(step, GrammarOutput(request_ids=["b", "gone"], bitmask=mask.tobytes() * 2, num_words=4))
+    output = driver.run_step(step, GrammarOutput(request_ids=["b", "gone"], bitmask=mask.tobytes() * 2, num_words=4))
     assert output.sampled_token_ids[1] == [35] and output.sampled_token_ids[0] != [35]
 
 
@@ -319,7 +229,7 @@ def test_a_step_without_tokens_still_serves_the_connector(make_runner: MakeRunne
             return descriptor
 
     hooks = RunnerHooks(connector=Connector(), batch_sync=Sync())
-    driver = Driver(make_runner(hooks=hooks))
+    driver = RunnerDriver(make_runner(hooks=hooks))
     job = Job("a", [1, 2, 3])
     output = driver.advance({job: 3})
     assert output.connector is not None and seen == [BatchDescriptor(3, 1, 3)]
@@ -335,7 +245,7 @@ def test_times_come_from_the_clock(make_runner: MakeRunner) -> None:
             self.advance(1.0)
             return super().monotonic()
 
-    output = Driver(make_runner(clock=Ticking())).advance({Job("a", [1]): 1})
+    output = RunnerDriver(make_runner(clock=Ticking())).advance({Job("a", [1]): 1})
     assert output.stats is not None
     assert (output.stats.prepare_s, output.stats.forward_s, output.stats.sample_s) == (1.0, 1.0, 1.0)
     assert output.stats.graph_mode == "EAGER" and output.stats.graph_reason
@@ -345,6 +255,6 @@ def test_blocks_are_zeroed_then_copied(make_runner: MakeRunner) -> None:
     runner = make_runner()
     key = runner._memory.caches[0].key
     key[3], key[4], key[5] = 3.0, 4.0, 5.0
-    step = Driver(runner).make_step({})
+    step = RunnerDriver(runner).make_step({})
     runner.execute_model(msgspec.structs.replace(step, kv=KVActions(zero=[4], copy=[(3, 5), (4, 3)])))
     assert key[3].eq(0).all() and key[4].eq(0).all() and key[5].eq(3).all()

@@ -207,6 +207,7 @@ def test_sampling_again_gives_the_same() -> None:
     assert np.array_equal(extras.penalties.counts, np.bincount(bench.token_ids[0, 2:19], minlength=VOCAB))
 
 
+@pytest.mark.slow
 def test_draws_follow_the_distribution() -> None:
     """Chi-square of 8,000 positions against the softmax."""
     rng = np.random.default_rng(3)

@@ -66,6 +66,8 @@ class BlockTables:
     def _place(self, group: int, row: int, search_from: int, first_id: int) -> int:
         """Where a block stands already among those that hold no computed token, or the end of the row."""
         count = int(self.num_blocks[group, row])
+        if search_from >= count:
+            return count
         same = np.flatnonzero(self.tables[group][row, search_from:count] == first_id)
         return search_from + int(same[0]) if len(same) else count
 
