@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from tests.device.ops_cases import Shape, expected_attention, expected_rotation, make_paged_case
 from tests.device.test_formats import random_tensor
 
+from headrace.device.attention.backend import LayerFacts
+from headrace.device.attention.cpu_layout import allocate_cpu_blocks, make_cpu_spec
+from headrace.device.attention.metadata import LayerCache
 from headrace.device.ops.interface import WeightRole
 from headrace.device.ops.reference.ops import ReferenceOps, ReferenceWeight
 from headrace.device.quantization.raw_tensor import make_raw_float
@@ -164,6 +169,42 @@ def test_attention(name: str, mix: str, dtype: torch.dtype) -> None:
     case = make_paged_case(SHAPES[name], MIXES[mix], dtype=dtype)
     q = torch.cat(case.queries).reshape(case.meta.num_tokens, -1)
     close(OPS.attention(q, case.shape, case.meta, case.cache), expected_attention(case))
+
+
+def test_int8_blocks_keep_a_scale_per_token_and_head() -> None:
+    shape = Shape()
+    facts = LayerFacts(shape.num_kv_heads, shape.head_dim)
+    cache = allocate_cpu_blocks(make_cpu_spec(facts, 4, "int8"), 8)
+    case = make_paged_case(shape, [(6, 6), (3, 3)])
+    case = replace(case, cache=cache, meta=replace(case.meta))
+    case.meta.block_table[0, :2], case.meta.block_table[1, 0] = torch.tensor([5, 2], dtype=torch.int32), 7
+    case.meta.slot_mapping = torch.tensor([20, 21, 22, 23, 8, 9, 28, 29, 30])
+    q, k, v = torch.cat(case.queries), torch.cat(case.keys), torch.cat(case.values)
+    k[4, 1] = 0.0
+    qkv = torch.cat([part.reshape(9, -1) for part in (q, k, v)], dim=-1)
+    cos_sin = torch.cat([torch.ones(16, 8), torch.zeros(16, 8)], dim=-1)
+    OPS.rotate_and_store(qkv, torch.zeros(9, dtype=torch.int32), cos_sin, shape, case.meta, cache)
+    assert cache.scales is not None
+    stored = cache.key[5, :, :, 2].float() * cache.scales[5, :, 0, 2, None]
+    assert ((stored - k[2]).abs() <= cache.scales[5, :, 0, 2, None] * 0.501).all()
+    assert (cache.key[2, 1, :, 0].count_nonzero(), cache.scales[2, 1, 0, 0].item()) == (0, 0.0)
+    key = cache.key.float() * cache.scales[:, :, 0, None, :]
+    value = cache.value.float() * cache.scales[:, :, 1, :, None]
+    wide = LayerCache(key, value)
+    for meta in (case.meta, replace(case.meta, query_start_loc=torch.tensor([0, 1, 2], dtype=torch.int32))):
+        tokens = q.reshape(9, -1)[: int(meta.query_start_loc[meta.num_reqs])]
+        close(OPS.attention(tokens, shape, meta, cache), OPS.attention(tokens, shape, meta, wide))
+
+
+def test_float16_blocks_clamp_instead_of_overflowing() -> None:
+    shape = Shape()
+    case = make_paged_case(shape, [(1, 1)], dtype=torch.float16)
+    cos_sin = torch.cat([torch.ones(16, 8), torch.zeros(16, 8)], dim=-1)
+    OPS.rotate_and_store(
+        torch.full((1, 128), 1e6), torch.zeros(1, dtype=torch.int32), cos_sin, shape, case.meta, case.cache
+    )
+    slot = int(case.meta.slot_mapping[0])
+    assert case.cache.key[slot // 4, :, :, slot % 4].eq(65504).all()
 
 
 def test_large_decode_batches_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -107,5 +107,6 @@ def test_spec_describes_the_blocks(facts: LayerFacts, kind: KVCacheKind, window:
         assert tuple(tensor.shape) == (5, *layout.block_shape)
         assert tensor.stride() == layout.strides
         assert not tensor.any()
+    assert backend.make_spec(facts, 16, "int8").page_bytes == 2 * 3 * 64 * 16 + 2 * 3 * 16 * 4
     assert spec.tensors[0].dims == ("kv_head", "head_dim", "token")
     assert spec.tensors[1].dims == ("kv_head", "token", "head_dim")

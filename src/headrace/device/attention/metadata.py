@@ -14,7 +14,8 @@ class LayerCache(NamedTuple):
     """Views of one layer's KV blocks, in the layout that the attention backend's `KVCacheSpec` names.
 
     On CPU: ``key`` is ``[block, kv_head, head_dim, token]``, ``value`` is ``[block, kv_head, token, head_dim]``.
-    ``scales`` exists for int8 blocks only.
+    ``scales`` exists for int8 blocks only: float32 ``[block, kv_head, side, token]``, keys first; a value is its
+    integer times the scale of its token and head.
     """
 
     key: torch.Tensor

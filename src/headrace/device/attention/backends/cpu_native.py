@@ -18,6 +18,6 @@ class CpuNativeBackend(OpsBackend):
             return f"needs the native operators, but {needs.ops} ones are in use"
         if needs.mla:
             return "has no multi-head latent attention"
-        if needs.kv_dtype not in ("float32", "float16"):
+        if needs.kv_dtype not in ("float32", "float16", "int8"):
             return f"keeps no {needs.kv_dtype} blocks"
         return None

@@ -1,4 +1,4 @@
-"""The PyTorch backend: serves every need on the CPU with float blocks."""
+"""The PyTorch backend: serves every need on the CPU."""
 
 from __future__ import annotations
 
@@ -18,6 +18,6 @@ class ReferenceBackend(OpsBackend):
             return f"needs the reference operators, but {needs.ops} ones are in use"
         if needs.mla:
             return "has no multi-head latent attention"
-        if needs.kv_dtype not in ("float32", "float16", "bfloat16"):
+        if needs.kv_dtype not in ("float32", "float16", "bfloat16", "int8"):
             return f"keeps no {needs.kv_dtype} blocks"
         return None

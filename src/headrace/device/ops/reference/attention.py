@@ -14,6 +14,7 @@ from headrace.device.ops.interface import AttentionShape
 
 # Padded keys and values of one batch of decode rows stay below this many elements.
 _MAX_GATHERED = 1 << 26
+_MAX_FLOAT16 = 65504.0
 
 
 def store_kv(key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor, cache: LayerCache) -> None:
@@ -23,8 +24,31 @@ def store_kv(key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor,
     if not bool(kept.all()):
         key, value, slot_mapping = key[kept], value[kept], slot_mapping[kept]
     block, offset = slot_mapping // block_size, slot_mapping % block_size
+    if cache.scales is not None:
+        key, cache.scales[block, :, 0, offset] = _quantize(key)
+        value, cache.scales[block, :, 1, offset] = _quantize(value)
+    elif cache.key.dtype == torch.float16:
+        key, value = key.clamp(-_MAX_FLOAT16, _MAX_FLOAT16), value.clamp(-_MAX_FLOAT16, _MAX_FLOAT16)
     cache.key[block, :, :, offset] = key.to(cache.key.dtype)
     cache.value[block, :, offset] = value.to(cache.value.dtype)
+
+
+def _quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Integers and the scale of each token and head of ``[T, kv_heads, head_dim]``."""
+    x = x.to(torch.float32)
+    largest = x.abs().amax(dim=-1)
+    inverse = torch.where(largest > 0, 127.0 / largest, 0.0)
+    return (x * inverse[..., None]).round().clamp(-127, 127), largest * (1.0 / 127.0)
+
+
+def _read(cache: LayerCache, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys ``[n, kv_head, head_dim, token]`` and values ``[n, kv_head, token, head_dim]`` of blocks in float32."""
+    key = cache.key.index_select(0, blocks).to(torch.float32)
+    value = cache.value.index_select(0, blocks).to(torch.float32)
+    if cache.scales is not None:
+        scales = cache.scales.index_select(0, blocks)
+        key, value = key * scales[:, :, 0, None, :], value * scales[:, :, 1, :, None]
+    return key, value
 
 
 def paged_attention(q: torch.Tensor, shape: AttentionShape, meta: AttentionMetadata, cache: LayerCache) -> torch.Tensor:
@@ -98,9 +122,8 @@ def _decode(
     first_block = _first_visible(seq_lens[0] - 1, shape) // block_size
     last_block = (seq_lens[-1] + block_size - 1) // block_size
     blocks = block_table[:, first_block:last_block].reshape(-1)
-    key = cache.key.index_select(0, blocks).to(torch.float32)
+    key, value = _read(cache, blocks)
     key = key.view(num_reqs, -1, heads, shape.head_dim, block_size).permute(0, 2, 3, 1, 4).flatten(3)
-    value = cache.value.index_select(0, blocks).to(torch.float32)
     value = value.view(num_reqs, -1, heads, block_size, shape.head_dim).permute(0, 2, 1, 3, 4).flatten(2, 3)
 
     positions = torch.arange(first_block * block_size, last_block * block_size)
@@ -122,8 +145,8 @@ def _extend(
     first_block = first // block_size
     blocks = block_row[first_block : (seq_len + block_size - 1) // block_size]
     base = first_block * block_size
-    key = cache.key.index_select(0, blocks).to(torch.float32).permute(1, 2, 0, 3).flatten(2)
-    value = cache.value.index_select(0, blocks).to(torch.float32).transpose(0, 1).flatten(1, 2)
+    key, value = _read(cache, blocks)
+    key, value = key.permute(1, 2, 0, 3).flatten(2), value.transpose(0, 1).flatten(1, 2)
     key, value = key[:, :, first - base : seq_len - base], value[:, first - base : seq_len - base]
 
     mask = _visible(torch.arange(seq_len - num_tokens, seq_len)[:, None], torch.arange(first, seq_len)[None, :], shape)
