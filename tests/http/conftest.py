@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import pytest
+
 from tests.http_service import Service, start_server
 
 StartService = Callable[..., Awaitable[Service]]

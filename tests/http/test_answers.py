@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any
 
 import pytest
+
 from tests.http_service import EOS, MAX_LEN, MODEL, Service, events_of
 
 
@@ -64,15 +66,13 @@ async def test_echo_with_logprobs(service: Service, stream: bool) -> None:
     if stream:
         choices = [event["choices"][0] for event in events_of(reply.text)[0]]
         text = "".join(choice["text"] for choice in choices)
-        arrays = {
-            name: sum((choice["logprobs"][name] for choice in choices if choice["logprobs"]), [])
-            for name in choices[0]["logprobs"]
-        }
+        shown = [choice["logprobs"] for choice in choices if choice["logprobs"]]
+        arrays = {name: list(chain(*(part[name] for part in shown))) for name in shown[0]}
     else:
         text, arrays = reply.json()["choices"][0]["text"], reply.json()["choices"][0]["logprobs"]
     assert text == prompt + "é!"
-    shown = [token for token in arrays["tokens"] if token != "<end>"]
-    assert "".join(shown) == text
+    visible = [token for token in arrays["tokens"] if token != "<end>"]
+    assert "".join(visible) == text
     assert len({len(values) for values in arrays.values()}) == 1
     offset = 0
     for token, start in zip(arrays["tokens"], arrays["text_offset"], strict=True):
@@ -125,7 +125,7 @@ async def test_chat_logprobs(service: Service, top: int | None) -> None:
     items = choice["logprobs"]["content"]
     assert len(items) == answer["usage"]["completion_tokens"] == 5
     assert {len(item["top_logprobs"]) for item in items} == {top or 0}
-    assert bytes(sum((item["bytes"] for item in items), [])).decode() == choice["message"]["content"] == "a😀"
+    assert b"".join(bytes(item["bytes"]) for item in items).decode() == choice["message"]["content"] == "a😀"
     for item in items:
         values = [best["logprob"] for best in item["top_logprobs"]]
         assert values == sorted(values, reverse=True)

@@ -64,7 +64,7 @@ def _named_tokens(loaded: LoadedTokenizer) -> Mapping[str, str]:
 
 
 def sampling_defaults(config: EngineConfig) -> dict[str, Any]:
-    """What the model's makers recommend, by the names of `SamplingParams`; nothing when the operator wants neutral ones."""
+    """What the model's makers recommend, by the names of `SamplingParams`; nothing under neutral ones."""
     if config.model.generation_config == "neutral":
         return {}
     values = generation_defaults(config.model_path)

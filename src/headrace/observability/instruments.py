@@ -10,7 +10,6 @@ from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
-from prometheus_client.utils import floatToGoString
 
 
 class Counter:
@@ -69,7 +68,7 @@ class Histogram:
         running = 0
         for bound, count in zip([*self.bounds, float("inf")], self._counts, strict=True):
             running += count
-            buckets.append((floatToGoString(bound), running))
+            buckets.append(("+Inf" if bound == float("inf") else str(float(bound)), running))
         family = HistogramMetricFamily(self.name, self.help_text, labels=list(base))
         family.add_metric(list(base.values()), buckets=buckets, sum_value=self._sum)
         return family

@@ -1,8 +1,8 @@
 """The engine's metrics, under the names that routers and dashboards scrape.
 
 Owns the counters and histograms of one engine. Gauges show the scheduler's latest report, which it sends after every
-step and whenever its state changes without one. Counters move in the calls of the output path, each made once per event; they therefore equal the sums of the clients' own
-``usage``. Knows nothing of HTTP; `render` gives the text.
+step and whenever its state changes without one. Counters move in the calls of the output path, each made once per event;
+they therefore equal the sums of the clients' own ``usage``. Knows nothing of HTTP; `render` gives the text.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from headrace.observability.instruments import Counter, Histogram, one_two_five
 
 CONTENT_TYPE: str = CONTENT_TYPE_LATEST
 
-_TTFT = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75)
-_TTFT += (1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0)
+_SHORT = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75)
+_TTFT = (*_SHORT, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0)
 _GAP = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
-_LATENCY = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0)
-_LATENCY += (120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0)
+_SECONDS = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0)
+_LATENCY = (*_SECONDS, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0)
 _STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 _SMALL = (1, 2, 5, 10, 20)
 _REASONS = ("stop", "length", "abort", "error")

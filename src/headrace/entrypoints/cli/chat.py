@@ -14,7 +14,6 @@ import argparse
 import asyncio
 import sys
 from collections.abc import AsyncIterator, Callable
-from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
 from headrace.config.flags import add_flags, settings_from_args
@@ -63,9 +62,8 @@ async def _local_answer(llm: AsyncLLM, messages: Messages, sampling: dict[str, A
         **{**llm.input.defaults, "max_tokens": None, **sampling}, output_kind=RequestOutputKind.DELTA
     )
     prompt = await llm.tokenize_chat(messages)
-    async with aclosing(llm.generate(prompt, params)) as outputs:
-        async for output in outputs:
-            yield output.outputs[0].text
+    async for output in llm.generate(prompt, params):
+        yield output.outputs[0].text
 
 
 async def converse(answer: Answer, system: str | None, ask: Callable[[str], str] = input) -> None:

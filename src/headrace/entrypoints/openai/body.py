@@ -50,7 +50,8 @@ def parse(data: bytes, kind: type[T]) -> T:
         InvalidRequestError: not JSON, a wrong type, a missing or an unknown field; the field is named.
     """
     try:
-        return DECODERS[kind].decode(data)
+        parsed: T = DECODERS[kind].decode(data)
+        return parsed
     except msgspec.ValidationError as error:
         raise _explain(str(error)) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):

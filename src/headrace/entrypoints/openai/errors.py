@@ -1,7 +1,7 @@
 """From exceptions to OpenAI's error body.
 
-Owns the mapping of the error families to status codes. Every body is strict JSON, short, and never holds what the client
-sent: messages are written by headrace, and the only echo is the name of a field.
+Owns the mapping of the error families to status codes. Every body is strict JSON, short, and never holds what the
+client sent: messages are written by headrace, and the only echo is the name of a field.
 """
 
 from __future__ import annotations

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from dataclasses import MISSING, Field, dataclass, field, fields
 from typing import Any, get_type_hints
 
 from headrace.config.sections import setting
 from headrace.config.units import parse_size
+
+_KINDS: dict[Any, tuple[Callable[[str], Any], str]] = {int: (int, "N"), float: (float, "X")}
 
 
 def _many(help_text: str, **more: Any) -> Any:
@@ -53,8 +56,8 @@ def _add(group: argparse._ArgumentGroup, one: Field[Any], hint: Any) -> None:
     elif hint == tuple[str, ...]:
         group.add_argument(name, action="append", metavar="TEXT", **{**options, "default": None})
     else:
-        kind = _size if one.metadata.get("unit") == "bytes" else {int: int, float: float}.get(hint, str)
-        metavar = {int: "N", float: "X"}.get(kind, "SIZE" if kind is _size else "TEXT")
+        is_size = one.metadata.get("unit") == "bytes"
+        kind, metavar = (_size, "SIZE") if is_size else _KINDS.get(hint, (str, "TEXT"))
         group.add_argument(name, type=kind, metavar=metavar, **options)
 
 
@@ -67,8 +70,6 @@ def _size(text: str) -> int:
 
 def options_from_args(args: argparse.Namespace) -> ServerOptions:
     """The options that the flags set."""
-    given = {one.name: getattr(args, one.name) for one in fields(ServerOptions)}
-    return ServerOptions(**{name: tuple(v or ()) if name in _LISTS else v for name, v in given.items()})
-
-
-_LISTS = frozenset({"api_key", "allowed_origin"})
+    given: dict[str, Any] = {one.name: getattr(args, one.name) for one in fields(ServerOptions)}
+    given |= {name: tuple(given[name] or ()) for name in ("api_key", "allowed_origin")}
+    return ServerOptions(**given)

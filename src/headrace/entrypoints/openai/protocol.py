@@ -1,8 +1,8 @@
 """The bodies of requests: one schema that parses, validates types and feeds the OpenAPI page.
 
-A field that is absent or null is open, so that the model's own defaults can fill it. Unknown fields are refused by name.
-Fields typed ``Any`` are those of OpenAI's clients that headrace does not act on: `refusals` says which of their values
-change nothing and are therefore accepted.
+A field that is absent or null is open, so that the model's own defaults can fill it. Unknown fields are refused by
+name. Fields typed ``Any`` are those of OpenAI's clients that headrace does not act on: `refusals` says which of their
+values change nothing and are therefore accepted.
 """
 
 from __future__ import annotations
