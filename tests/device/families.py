@@ -48,6 +48,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-tied": ("Llama", {"tie_word_embeddings": True}),
     "llama-mha": ("Llama", {"num_key_value_heads": 4}),
     "llama-mqa": ("Llama", {"num_key_value_heads": 1, "head_dim": 24}),
+    "llama-wide": ("Llama", {"hidden_size": 256, "intermediate_size": 256}),
     "llama-bias": ("Llama", {"attention_bias": True}),
     "llama-llama3": ("Llama", {"rope_parameters": LLAMA3}),
     "llama-linear": ("Llama", {"rope_parameters": LINEAR}),

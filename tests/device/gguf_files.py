@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,8 @@ import gguf
 import numpy as np
 import torch
 from gguf import GGMLQuantizationType as QType
+
+from headrace.device.quantization.raw_tensor import RawTensor
 
 ARCHES = {
     "LlamaForCausalLM": "llama",
@@ -31,13 +33,20 @@ def _interleave(values: np.ndarray, heads: int) -> np.ndarray:
 
 
 def write_gguf(
-    model: Any, path: Path, qtype: QType = QType.F32, drop: Callable[[str], bool] = lambda name: False
+    model: Any,
+    path: Path,
+    qtype: QType = QType.F32,
+    *,
+    drop: Callable[[str], bool] = lambda name: False,
+    packed: Mapping[str, RawTensor] | None = None,
 ) -> Path:
     """Write a `transformers` model; matrices in ``qtype``, vectors in float32.
 
     Args:
         drop: says which tensors (by GGUF name) to leave out.
+        packed: bytes to write in place of the parameters of these names.
     """
+    packed = packed or {}
     config = model.config
     arch = ARCHES[type(model).__name__]
     writer = gguf.GGUFWriter(path, arch)
@@ -49,7 +58,8 @@ def write_gguf(
     for name, parameter in model.state_dict().items():
         if tied and name == "lm_head.weight":
             continue
-        values = parameter.to(torch.float32).numpy()
+        raw = packed.get(name)
+        values = raw.data if raw is not None else parameter.to(torch.float32).numpy()
         if arch == "llama" and ".q_proj." in name:
             values = _interleave(values, config.num_attention_heads)
         if arch == "llama" and ".k_proj." in name:
@@ -61,7 +71,8 @@ def write_gguf(
         if drop(gguf_name):
             continue
         kind = qtype if values.ndim == 2 else QType.F32
-        writer.add_tensor(gguf_name, gguf.quants.quantize(values, kind), raw_dtype=kind)
+        data = values if raw is not None else gguf.quants.quantize(values, kind)
+        writer.add_tensor(gguf_name, data, raw_dtype=kind)
     _write_rope_tensors(writer, config)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

@@ -11,7 +11,7 @@ from headrace.device.quantization.formats import FORMATS, format_by_name
 from headrace.device.quantization.raw_tensor import RawTensor, concat_rows, make_raw_float
 
 
-def random_tensor(name: str, rows: int, cols: int, seed: int = 0) -> RawTensor:
+def random_tensor(name: str, rows: int, cols: int, seed: int = 0, largest_scale: float = 0.1) -> RawTensor:
     """Random bits of a format; float16 scales are kept finite and moderate."""
     rng = np.random.default_rng(seed)
     fmt = format_by_name(name)
@@ -24,7 +24,7 @@ def random_tensor(name: str, rows: int, cols: int, seed: int = 0) -> RawTensor:
     places = {"Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,), "Q4_1": (0, 2), "Q5_1": (0, 2)}
     places |= {"Q4_K": (0, 2), "Q5_K": (0, 2)}
     for at in places.get(name, (0,)):
-        scale = rng.uniform(-0.1, 0.1, (len(blocks), 1)).astype(np.float16)
+        scale = rng.uniform(-largest_scale, largest_scale, (len(blocks), 1)).astype(np.float16)
         blocks[:, at : at + 2] = scale.view(np.uint8)
     return RawTensor(f"{name}.test", (rows, cols), fmt, blocks.reshape(rows, -1))
 

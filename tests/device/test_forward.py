@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.device.families import make_hf_model, save_hf_model
-from tests.device.models import Driver, make_config
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from headrace.base.errors import ConfigError, ModelFileError
@@ -18,6 +16,8 @@ from headrace.device.models.decoder import Decoder
 from headrace.device.models.registry import get_model_class
 from headrace.device.ops.reference.ops import ReferenceOps
 from headrace.device.ops.registry import make_ops
+from tests.device.families import make_hf_model, save_hf_model
+from tests.device.models import Driver, make_config
 
 
 class MarkedOps:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from tests.device.models import Driver
 
 NUM_TOKENS = 8

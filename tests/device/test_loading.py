@@ -10,14 +10,15 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType as QType
 from safetensors.torch import load_file, save_file
-from tests.device.families import hf_logits, make_hf_model, save_hf_model
-from tests.device.gguf_files import quantize_like_file, write_gguf
-from tests.device.models import BLOCK_SIZE, Driver, make_config
 
 from headrace.base.errors import ConfigError, ModelFileError
 from headrace.device.distributed.groups import Group, IntermediateTensors, ParallelGroups
 from headrace.device.loading.loader import load_model
 from headrace.device.ops.reference.ops import ReferenceOps
+from tests.device.families import hf_logits, make_hf_model, save_hf_model
+from tests.device.gguf_files import quantize_like_file, write_gguf
+from tests.device.models import BLOCK_SIZE, Driver, make_config
+from tests.device.test_formats import random_tensor
 
 IDS = torch.randint(3, 96, (45,), generator=torch.Generator().manual_seed(1)).tolist()
 IN_GGUF = (
@@ -66,6 +67,20 @@ def test_quantised_gguf_gives_the_logits_of_its_numbers(name: str, tmp_path: Pat
     hf = make_hf_model("llama-tied")
     path = write_gguf(hf, tmp_path / "m.gguf", QType[name])
     quantize_like_file(hf, QType[name])
+    close(Driver.load(path).run(IDS), hf_logits(hf, IDS))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"])
+def test_k_quants_give_the_logits_of_their_numbers(name: str, tmp_path: Path) -> None:
+    hf = make_hf_model("llama-wide")
+    packed = {}
+    with torch.no_grad():
+        for seed, (key, parameter) in enumerate(hf.named_parameters()):
+            if parameter.ndim == 2:
+                packed[key] = random_tensor(name, *parameter.shape, seed=seed, largest_scale=2e-4)
+                parameter.copy_(torch.from_numpy(packed[key].dequantize()))
+    path = write_gguf(hf, tmp_path / "m.gguf", QType[name], packed=packed)
     close(Driver.load(path).run(IDS), hf_logits(hf, IDS))
 
 

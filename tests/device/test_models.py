@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from tests.device.families import FAMILIES, hf_logits, make_hf_model, save_hf_model
 from tests.device.models import Driver
 

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from tests.device.families import hf_logits, make_hf_model, save_hf_model
-from tests.device.models import BLOCK_SIZE, Driver, make_config
 
 from headrace.base.errors import ConfigError
 from headrace.device.distributed.groups import Group, ParallelGroups
 from headrace.device.loading.loader import load_model
 from headrace.device.ops.reference.ops import ReferenceOps
+from tests.device.families import hf_logits, make_hf_model, save_hf_model
+from tests.device.models import BLOCK_SIZE, Driver, make_config
 
 IDS = list(range(5, 40))
 

@@ -6,8 +6,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tests.device.ops_cases import Shape, expected_attention, expected_rotation, make_paged_case
-from tests.device.test_formats import random_tensor
 
 from headrace.device.attention.backend import LayerFacts
 from headrace.device.attention.cpu_layout import allocate_cpu_blocks, make_cpu_spec
@@ -15,6 +13,8 @@ from headrace.device.attention.metadata import LayerCache
 from headrace.device.ops.interface import WeightRole
 from headrace.device.ops.reference.ops import ReferenceOps, ReferenceWeight
 from headrace.device.quantization.raw_tensor import make_raw_float
+from tests.device.ops_cases import Shape, expected_attention, expected_rotation, make_paged_case
+from tests.device.test_formats import random_tensor
 
 OPS = ReferenceOps()
 G = torch.Generator().manual_seed(0)
@@ -207,11 +207,11 @@ def test_float16_blocks_clamp_instead_of_overflowing() -> None:
     assert case.cache.key[slot // 4, :, :, slot % 4].eq(65504).all()
 
 
-def test_large_decode_batches_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_batches_and_prompts_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     from headrace.device.ops.reference import attention
 
-    monkeypatch.setattr(attention, "_MAX_GATHERED", 800)
-    case = make_paged_case(Shape(), [(1, n) for n in (3, 20, 11, 1, 16, 8)])
+    monkeypatch.setattr(attention, "_MAX_ELEMENTS", 800)
+    case = make_paged_case(Shape(), [(1, n) for n in (3, 20, 11, 1, 16, 8)] + [(25, 60), (30, 30)])
     q = torch.cat(case.queries).reshape(case.meta.num_tokens, -1)
     close(OPS.attention(q, case.shape, case.meta, case.cache), expected_attention(case))
 

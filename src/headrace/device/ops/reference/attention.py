@@ -12,8 +12,8 @@ import torch
 from headrace.device.attention.metadata import AttentionMetadata, LayerCache
 from headrace.device.ops.interface import AttentionShape
 
-# Padded keys and values of one batch of decode rows stay below this many elements.
-_MAX_GATHERED = 1 << 26
+# Padded keys of one batch of decode rows, and scores of one slice of a prompt, stay below this many elements.
+_MAX_ELEMENTS = 1 << 24
 _MAX_FLOAT16 = 65504.0
 
 
@@ -61,8 +61,11 @@ def paged_attention(q: torch.Tensor, shape: AttentionShape, meta: AttentionMetad
         start, stop = starts[i], starts[i + 1]
         if stop - start == 1:
             decodes.append(i)
-        elif stop > start:
-            out[start:stop] = _extend(q[start:stop], seq_len, meta.block_table[i], shape, cache)
+            continue
+        rows = max(1, _MAX_ELEMENTS // (shape.num_heads * max(seq_len, 1)))
+        for first in range(start, stop, rows):
+            last = min(first + rows, stop)
+            out[first:last] = _extend(q[first:last], seq_len - (stop - last), meta.block_table[i], shape, cache)
     if decodes:
         decodes.sort(key=lambda i: seq_lens[i])
         for batch in _decode_batches(decodes, seq_lens, shape):
@@ -77,7 +80,7 @@ def _decode_batches(decodes: list[int], seq_lens: list[int], shape: AttentionSha
     batches: list[list[int]] = [[]]
     width = shape.num_kv_heads * shape.head_dim
     for i in decodes:
-        if batches[-1] and (len(batches[-1]) + 1) * seq_lens[i] * width > _MAX_GATHERED:
+        if batches[-1] and (len(batches[-1]) + 1) * seq_lens[i] * width > _MAX_ELEMENTS:
             batches.append([])
         batches[-1].append(i)
     return batches
