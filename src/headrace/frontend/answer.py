@@ -37,12 +37,14 @@ class Answer:
     __slots__ = (
         "_by_token",
         "_detokenizer",
+        "_end_taken",
         "_is_delta",
         "_max_tokens",
         "_min_tokens",
         "_new_ids",
         "_new_logprobs",
         "_new_text",
+        "_num_taken",
         "_stop_ids",
         "_stops",
         "_tokenizer",
@@ -55,7 +57,6 @@ class Answer:
         "num_tokens",
         "request_id",
         "stop_reason",
-        "taken_finish",
     )
 
     def __init__(
@@ -75,7 +76,8 @@ class Answer:
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
         self.error: str | None = None
-        self.taken_finish = False
+        self._num_taken = 0
+        self._end_taken = False
         self._tokenizer = tokenizer
         wants_text = tokenizer is not None and sampling.detokenize
         self._detokenizer = (
@@ -97,7 +99,7 @@ class Answer:
     @property
     def has_news(self) -> bool:
         """Whether there is something that a consumer has not taken."""
-        return bool(self._new_ids) or (self.finish_reason is not None and not self.taken_finish)
+        return self.num_tokens != self._num_taken or (self.finish_reason is not None and not self._end_taken)
 
     def add(self, output: EngineCoreOutput) -> int:
         """Take the core's news and return how many tokens were kept.
@@ -212,7 +214,8 @@ class Answer:
             self._new_logprobs = None if self._new_logprobs is None else []
         else:
             self._new_text = [text]
-        self.taken_finish = self.finish_reason is not None
+        self._num_taken = self.num_tokens
+        self._end_taken = self.finish_reason is not None
         return output
 
 

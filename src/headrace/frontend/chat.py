@@ -14,7 +14,7 @@ import json
 import threading
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from typing import Any, ClassVar
+from typing import Any
 
 import jinja2
 import jinja2.meta
@@ -67,7 +67,7 @@ class _TemplateTimeout(jinja2.TemplateError):
 class _GenerationBlock(Extension):
     """``{% generation %}`` marks the assistant's part for training; for serving it is just its contents."""
 
-    tags: ClassVar[set[str]] = {"generation"}
+    tags = {"generation"}
 
     def parse(self, parser: Parser) -> list[jinja2.nodes.Node]:
         next(parser.stream)
