@@ -25,20 +25,24 @@ def make_async_llm(config: EngineConfig, client: EngineCoreClient, observer: Req
         ModelFileError: the tokenizer is missing or broken.
     """
     loaded = load_tokenizer(config.model.tokenizer or config.model_path)
-    tokenizer = Tokenizer(
+    return AsyncLLM(
+        client,
+        config,
+        make_tokenizer(loaded),
+        chat_template=make_chat_template(config, loaded),
+        defaults=sampling_defaults(config),
+        observer=observer,
+    )
+
+
+def make_tokenizer(loaded: LoadedTokenizer) -> Tokenizer:
+    """The frontend's tokenizer from a loaded one."""
+    return Tokenizer(
         loaded.tokenizer,
         bos_token_id=loaded.info.bos_token_id,
         add_bos=loaded.info.add_bos,
         eos_token_ids=loaded.info.eos_token_ids,
         chat_template=loaded.info.chat_template,
-    )
-    return AsyncLLM(
-        client,
-        config,
-        tokenizer,
-        chat_template=make_chat_template(config, loaded),
-        defaults=sampling_defaults(config),
-        observer=observer,
     )
 
 

@@ -29,7 +29,7 @@ from headrace.frontend.admission import Admission, QueueState
 from headrace.frontend.chat import ChatTemplate
 from headrace.frontend.fan_out import RequestGroup
 from headrace.frontend.health import ProgressWatch
-from headrace.frontend.input_processor import InputProcessor, Prompt, PromptTokens
+from headrace.frontend.input_processor import InputProcessor, Prompt, PromptTokens, spread_params
 from headrace.frontend.observer import NullObserver, RequestObserver
 from headrace.frontend.output_processor import OutputProcessor
 from headrace.frontend.stream import OutputStream
@@ -236,7 +236,9 @@ class AsyncLLM:
             EngineDeadError: the core is gone.
         """
         arrival = self._clock.monotonic()
-        params = self._spread(sampling_params, len(prompts))
+        if not prompts:
+            raise InvalidRequestError("prompt must not be an empty list", param="prompt")
+        params = spread_params(sampling_params, len(prompts))
         if request_id is None:
             self._num_unnamed += 1
             request_id = f"request-{self._num_unnamed}"
@@ -277,17 +279,6 @@ class AsyncLLM:
                 stream.close()
             raise
         return streams
-
-    def _spread(
-        self, params: SamplingParams | Sequence[SamplingParams] | None, count: int
-    ) -> Sequence[SamplingParams | None]:
-        if count == 0:
-            raise InvalidRequestError("prompt must not be an empty list", param="prompt")
-        if params is None or isinstance(params, SamplingParams):
-            return [params] * count
-        if len(params) != count:
-            raise InvalidRequestError("there must be one sampling_params per prompt", param="sampling_params")
-        return params
 
     def _register(self, group: RequestGroup) -> OutputStream:
         """Make the group and its stream known, before anything is sent."""

@@ -171,6 +171,21 @@ class InputProcessor:
         return tuple(spellings)
 
 
+def spread_params(
+    params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
+) -> Sequence[SamplingParams | None]:
+    """Return one entry per prompt from parameters for all or for each.
+
+    Raises:
+        InvalidRequestError: another number of them than of prompts.
+    """
+    if params is None or isinstance(params, SamplingParams):
+        return [params] * num_prompts
+    if len(params) != num_prompts:
+        raise InvalidRequestError("there must be one sampling_params per prompt", param="sampling_params")
+    return params
+
+
 def _unwrap(prompt: Prompt) -> str | Sequence[int]:
     """Return the text or the ids of a prompt in any of its forms."""
     form: Any = prompt
