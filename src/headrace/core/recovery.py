@@ -6,6 +6,9 @@ ends with the cause. Each part is a step like any other, scheduled and committed
 again, positions and random numbers are absolute, so it does not matter how far a failed attempt came, and the
 survivors' tokens are those of an undisturbed run. A fault that does not recur has no culprit.
 
+A request of a failed step that gave up its blocks meanwhile cannot be run again at once. It comes back in its own time,
+and ends when it has been in three failed steps whose culprit was not found.
+
 Attempts and time are bounded: what is still under suspicion then ends with the cause. A step that fails without any
 request in it cannot be bisected and is fatal.
 """
@@ -27,6 +30,7 @@ logger = get_logger(__name__)
 
 MAX_ATTEMPTS = 64
 MAX_SECONDS = 30.0
+MAX_STRIKES = 3
 
 Commit = Callable[[SchedulerOutput, ModelRunnerOutput], None]
 Tell = Callable[[dict[int, list[EngineCoreOutput]]], None]
@@ -49,6 +53,7 @@ class StepRecovery:
         self._clock = clock
         self._commit = commit
         self._tell = tell
+        self._strikes: dict[str, int] = {}
 
     def run(self, step: SchedulerOutput, cause: StepFailedError) -> None:
         """Deal with a failed step; raises `EngineDeadError` when the engine cannot go on."""
@@ -56,6 +61,7 @@ class StepRecovery:
         request_ids = self._scheduler.rewind(step)
         if not step.num_scheduled_tokens:
             raise EngineDeadError(f"a step without requests failed: {cause}") from cause
+        elusive = [i for i in step.num_scheduled_tokens if i not in request_ids and self._scheduler.get_request(i)]
         logger.warning(
             "step %d failed; its %d requests are run again in parts: %s", step.step_id, len(request_ids), cause
         )
@@ -75,10 +81,22 @@ class StepRecovery:
                 error = failure
             culprits += len(part)
             self._tell(self._scheduler.finish_requests(part, FinishReason.ERROR, error))
+        if not culprits:
+            culprits = self._blame(elusive, str(cause))
         if culprits:
             logger.warning("%d of the requests of step %d ended with an error", culprits, step.step_id)
         else:
             logger.warning("the fault of step %d did not recur", step.step_id)
+
+    def _blame(self, elusive: list[str], error: str) -> int:
+        """End those that were in too many failed steps; returns how many."""
+        counts = {i: n for i, n in self._strikes.items() if self._scheduler.get_request(i)}
+        for request_id in elusive:
+            counts[request_id] = counts.get(request_id, 0) + 1
+        self._strikes = counts
+        culprits = [i for i in elusive if counts[i] >= MAX_STRIKES]
+        self._tell(self._scheduler.finish_requests(culprits, FinishReason.ERROR, error))
+        return len(culprits)
 
     def _attempt(self, part: list[str]) -> str | None:
         """Run some requests alone; returns why that failed."""

@@ -91,6 +91,11 @@ class _Span:
     stop: int
     garbage: int = 0
 
+    @property
+    def samples(self) -> bool:
+        """Whether the span holds the last token known when the row was made, or a later one."""
+        return self.stop >= len(self.row.request.token_ids)
+
     def strikes(self, phase: str) -> bool:
         fault = self.row.fault
         return fault is not None and fault.phase == phase and fault.at < self.stop
@@ -126,12 +131,15 @@ class SimulatedExecutor(Executor):
     """See the module.
 
     Args:
-        config: sizes; ``cache.kv_cache_memory`` limits the blocks. clock: where durations pass; ``None`` takes no
-        time at all. cost: durations. faults: what goes wrong and when. lazy: run steps only when their results are
-        waited for. progress: advanced by each forward. connector: worker side of a KV connector; it is given the
-        blocks as one array ``[block, offset]``. tell_wrong_kv: note a read of wrong KV as a violation; off where
-        loads may fail, since the steps in flight behind a failed load read garbage rightly (and wrong tokens come of
-        it, should anybody deliver them).
+        config: sizes; ``cache.kv_cache_memory`` limits the blocks.
+        clock: where durations pass; ``None`` takes no time at all.
+        cost: durations.
+        faults: what goes wrong and when.
+        lazy: run steps only when their results are waited for.
+        progress: advanced by each forward.
+        connector: worker side of a KV connector; it is given the blocks as one array ``[block, offset]``.
+        tell_wrong_kv: note a read of wrong KV as a violation; off where loads may fail, since the steps in flight
+            behind a failed load read garbage rightly (and wrong tokens come of it, should anybody deliver them).
     """
 
     def __init__(
@@ -290,25 +298,27 @@ class SimulatedExecutor(Executor):
                 errors[request_id] = "the logits are not finite"
                 sampled.append([])
                 # A real row has some token here too; steps in flight behind this one compute with it.
-                span.row.write(span.stop, [0])
+                if span.samples:
+                    span.row.write(span.stop, [0])
             else:
                 sampled.append(self._sample_row(span))
         return ModelRunnerOutput(
             request_ids=request_ids,
             sampled_token_ids=sampled,
             errors=errors,
+            connector=self._connector.after_forward(),
             stats=StepStats(forward_s=1e-3),
         )
 
     def _sample_row(self, span: _Span) -> list[int]:
         row, sampling = span.row, span.row.request.sampling
-        if span.stop < len(row.request.token_ids):
+        if not span.samples:
             return []
         num_outputs = span.stop - row.request.num_prompt_tokens
         stops = {*row.request.eos_token_ids, *sampling.stop_token_ids}
         banned = stops if num_outputs < sampling.min_tokens else ()
         running = row.hashes[span.stop - 1] if len(row.hashes) >= span.stop else 1
-        token_id = pick_token(sampling.seed or 0, running, self._config.architecture.vocab_size, banned)
+        token_id = pick_token(sampling.seed or 0, running ^ span.garbage, self._config.architecture.vocab_size, banned)
         row.write(span.stop, [token_id])
         return [token_id]
 
@@ -370,12 +380,15 @@ class SimulatedExecutor(Executor):
             blocks = np.array(table, dtype=np.int64)[positions // size]
             past = positions < span.start
             found = self._kv[blocks[past], positions[past] % size]
-            if (found != hashes[low : span.start]).any():
-                at = low + int(np.argmax(found != hashes[low : span.start]))
-                self._violate(f"{request_id} reads wrong KV at position {at} before computing {span.start}", row)
+            wrong = found != hashes[low : span.start]
+            if wrong.any():
+                span.garbage = GARBAGE
+                if self._tell_wrong_kv:
+                    at = low + int(np.argmax(wrong))
+                    self._violate(f"{request_id} reads wrong KV at position {at} before computing {span.start}", row)
             if (blocks[~past] == 0).any():
                 self._violate(f"{request_id} writes to the null block", row)
-            self._kv[blocks[~past], positions[~past] % size] = hashes[span.start : span.stop]
+            self._kv[blocks[~past], positions[~past] % size] = hashes[span.start : span.stop] ^ np.uint64(span.garbage)
 
     def _violate(self, message: str, row: _Row | None = None) -> None:
         """Note a broken promise."""
