@@ -30,12 +30,8 @@ _QWEN2 = rf"{_ENGLISH_SUFFIX}|{_WORD}|\p{{N}}|{_SYMBOLS}|{_LINES_AND_SPACE}"
 _TEKKEN = rf"{_CASED_1}|{_CASED_2}|\p{{N}}|{_SLASHED}|{_LINES_AND_SPACE}"
 _GPT4O = rf"{_CASED_1}{_ENGLISH_SUFFIX}?|{_CASED_2}{_ENGLISH_SUFFIX}?|\p{{N}}{{1,3}}|{_SLASHED}|{_LINES_AND_SPACE}"
 _CJK = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
-# Letters with case, spelt out: the set was fixed under an older Unicode than `\p{Lu}` and `\p{Ll}` follow today.
-_CASED_LETTERS = (
-    "A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫᵫ-ᵷᵹ-ᶚḀ-ἕἘ-Ἕἠ-ὅὈ-Ὅὐ-ὗὙὛὝὟ-ώ"
-    "ᾀ-ᾴᾶ-ᾼιῂ-ῄῆ-ῌῐ-ΐῖ-Ίῠ-Ῥῲ-ῴῶ-ῼℂℇℊ-ℓℕℙ-ℝℤΩℨK-ℭℯ-ℴℹℼ-ℿⅅ-ⅉⅎↃↄⰀ-ⱻⱾ-ⳤⳫ-ⳮⳲⳳꙀ-ꙭꚀ-ꚛꜢ-ꝯꝱ-ꞇꞋ-ꞎꭰ-ꮿﬀ-ﬆﬓ-ﬗＡ-Ｚａ-ｚ"
-    "𐐀-𐑏𐒰-𐓓𐓘-𐓻𐲀-𐲲𐳀-𐳲𑢠-𑣟𞤀-𞥃"
-)
+# Letters with case, but not Georgian ones: their case is younger than the vocabularies that are cut this way.
+_CASED_LETTERS = r"[\p{Lu}\p{Ll}\p{Lt}&&[^\x{10D0}-\x{10FF}]]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +69,7 @@ _BY_GROUP: dict[tuple[str, ...], PreTokenizer] = {
     ("deepseek-llm",): PreTokenizer(
         (
             r"[\r\n]",
-            rf"\s?[{_CASED_LETTERS}]+",
+            rf"\s?{_CASED_LETTERS}+",
             "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+",
             r"\s+$",
             _CJK,
