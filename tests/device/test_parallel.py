@@ -59,11 +59,15 @@ def test_two_ranks_give_the_logits_of_one(family: str, tmp_path: Path) -> None:
     outs = [tmp_path / f"out{rank}" for rank in range(2)]
     spawn = multiprocessing.get_context("spawn")
     ranks = [spawn.Process(target=_run_rank, args=(i, folder, tmp_path / "store", outs[i])) for i in range(2)]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join(timeout=60)
-        assert process.exitcode == 0
+    try:
+        for process in ranks:
+            process.start()
+        for process in ranks:
+            process.join(timeout=100)
+            assert process.exitcode == 0
+    finally:
+        for process in ranks:
+            process.kill()
     for out in outs:
         logits, gathered = torch.load(out)
         torch.testing.assert_close(logits, hf_logits(hf, IDS), atol=1e-4, rtol=1e-4)

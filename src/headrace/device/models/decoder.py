@@ -1,15 +1,12 @@
 """The decoder that every family here shares; a family says where norms stand and how its tensors are named.
 
-Owns the layers of this pipeline stage and the way of the hidden states through them. Between layers the residual stream
-is kept apart from the last sub-layer's output, so that the sum and the next norm are one operator. The forward consists
-of `Ops` methods and views alone, which is what lets a captured plan hold all of it.
+Owns the layers of this pipeline stage and the way of the hidden states through them. The forward consists of `Ops`
+methods and views alone, which is what lets a captured plan hold all of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
-from typing import Protocol
 
 import torch
 
@@ -18,110 +15,27 @@ from headrace.config.architecture import Architecture
 from headrace.device.attention.backend import AttentionBackend, LayerFacts
 from headrace.device.attention.metadata import ForwardContext
 from headrace.device.distributed.groups import IntermediateTensors, ParallelGroups
-from headrace.device.layers.attention import Attention
+from headrace.device.layers.decoder_layer import DecoderLayer, PreNormLayer
 from headrace.device.layers.embedding import Vocabulary
-from headrace.device.layers.mlp import GatedMLP
 from headrace.device.layers.norm import RMSNorm
 from headrace.device.layers.rope import make_rope_table
 from headrace.device.loading.name_maps import GGUF_MAP, HF_MAP, HF_TIED_HEAD, SourceKind
 from headrace.device.loading.weights import WeightMap, WeightReader
 from headrace.device.ops.interface import Ops
 
-Stream = tuple[torch.Tensor, torch.Tensor | None]
-"""The last sub-layer's output and the residual that it must still be added to, if any."""
-
-
-class DecoderLayer(Protocol):
-    """Attention and MLP with norms around them."""
-
-    def load(self, weights: WeightReader) -> None:
-        """Take the layer's weights."""
-        ...
-
-    def forward(
-        self, x: torch.Tensor, residual: torch.Tensor | None, ctx: ForwardContext, cos_sin: torch.Tensor
-    ) -> Stream:
-        """Run the layer on ``[T, H]``."""
-        ...
-
-
-class _LayerParts:
-    """What all layers have; `norms` names the norm slots that the placement needs."""
-
-    norms: Sequence[str] = ()
-
-    def __init__(
-        self, arch: Architecture, layer: int, ops: Ops, backend: AttentionBackend, parallel: ParallelGroups
-    ) -> None:
-        prefix = f"layers.{layer}"
-        self._ops = ops
-        self.attention = Attention(arch, layer, ops, backend, parallel.tp)
-        self.mlp = GatedMLP(ops, prefix, arch.hidden_size, arch.intermediate_size, arch.activation, parallel.tp)
-        self.norm = {n: RMSNorm(ops, f"{prefix}.{n}", arch.hidden_size, arch.norm_eps) for n in self.norms}
-
-    def load(self, weights: WeightReader) -> None:
-        """Take the layer's weights."""
-        self.attention.load(weights)
-        self.mlp.load(weights)
-        for norm in self.norm.values():
-            norm.load(weights)
-
-    def _enter(self, x: torch.Tensor, residual: torch.Tensor | None, norm: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """Add what is outstanding and normalise."""
-        if residual is None:
-            return self.norm[norm].forward(x), x
-        return self.norm[norm].add_forward(x, residual)
-
-
-class PreNormLayer(_LayerParts):
-    """A norm before each half."""
-
-    norms = ("input_norm", "mlp_norm")
-
-    def forward(
-        self, x: torch.Tensor, residual: torch.Tensor | None, ctx: ForwardContext, cos_sin: torch.Tensor
-    ) -> Stream:
-        x, residual = self._enter(x, residual, "input_norm")
-        x = self.attention.forward(x, ctx, cos_sin)
-        x, residual = self.norm["mlp_norm"].add_forward(x, residual)
-        return self.mlp.forward(x), residual
-
-
-class SandwichNormLayer(_LayerParts):
-    """A norm before and after each half."""
-
-    norms = ("input_norm", "post_attn_norm", "mlp_norm", "post_mlp_norm")
-
-    def forward(
-        self, x: torch.Tensor, residual: torch.Tensor | None, ctx: ForwardContext, cos_sin: torch.Tensor
-    ) -> Stream:
-        x, residual = self._enter(x, residual, "input_norm")
-        x = self.norm["post_attn_norm"].forward(self.attention.forward(x, ctx, cos_sin))
-        x, residual = self.norm["mlp_norm"].add_forward(x, residual)
-        return self.norm["post_mlp_norm"].forward(self.mlp.forward(x)), residual
-
-
-class PostNormLayer(_LayerParts):
-    """A norm after each half, before it is added."""
-
-    norms = ("post_attn_norm", "post_mlp_norm")
-
-    def forward(
-        self, x: torch.Tensor, residual: torch.Tensor | None, ctx: ForwardContext, cos_sin: torch.Tensor
-    ) -> Stream:
-        assert residual is None
-        x = self._ops.add(x, self.norm["post_attn_norm"].forward(self.attention.forward(x, ctx, cos_sin)))
-        return self._ops.add(x, self.norm["post_mlp_norm"].forward(self.mlp.forward(x))), None
-
 
 class Decoder:
     """A causal language model, or the part of it that this pipeline stage holds.
 
     Args:
+        arch: sizes and switches.
+        ops: what computes.
+        backend: what attends, and lays out the KV blocks.
+        parallel: the groups that this rank is in; alone by default.
         max_position: the longest sequence served; rotary tables reach this far.
     """
 
-    layer_class: type[PreNormLayer | SandwichNormLayer | PostNormLayer] = PreNormLayer
+    layer_class: type[DecoderLayer] = PreNormLayer
 
     def __init__(
         self,

@@ -5,9 +5,10 @@ Checkpoints of Hugging Face store norm weights less one; GGUF files store them w
 
 from __future__ import annotations
 
+from headrace.device.layers.decoder_layer import SandwichNormLayer
 from headrace.device.loading.name_maps import SourceKind, gguf_layer, hf_layer
 from headrace.device.loading.weights import WeightMap
-from headrace.device.models.decoder import Decoder, SandwichNormLayer
+from headrace.device.models.decoder import Decoder
 
 
 class GemmaModel(Decoder):

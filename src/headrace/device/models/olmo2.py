@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from headrace.device.layers.decoder_layer import PostNormLayer
 from headrace.device.loading.name_maps import SourceKind, gguf_layer, hf_layer
 from headrace.device.loading.weights import WeightMap
-from headrace.device.models.decoder import Decoder, PostNormLayer
+from headrace.device.models.decoder import Decoder
 
 
 class Olmo2Model(Decoder):
