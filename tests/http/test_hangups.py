@@ -22,7 +22,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 async def connect(service: Service, path: str, body: dict[str, Any]) -> asyncio.StreamWriter:
     """Send a request and return the connection."""
     host, port = service.url.removeprefix("http://").split(":")
-    reader, writer = await asyncio.open_connection(host, int(port))
+    _, writer = await asyncio.open_connection(host, int(port))
     content = json.dumps({"model": MODEL, "max_tokens": 50, **body}).encode()
     head = (
         f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"

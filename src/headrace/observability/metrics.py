@@ -1,8 +1,8 @@
 """The engine's metrics, under the names that routers and dashboards scrape.
 
 Owns the counters and histograms of one engine. Gauges show the scheduler's latest report, which it sends after every
-step and whenever its state changes without one. Counters move in the calls of the output path, each made once per event;
-they therefore equal the sums of the clients' own ``usage``. Knows nothing of HTTP; `render` gives the text.
+step and whenever its state changes without one. Counters move in the calls of the output path, each made once per
+event; they therefore equal the sums of the clients' own ``usage``. Knows nothing of HTTP; `render` gives the text.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ async def stream_chat(
             for piece in chat_deltas(url, key, messages, sampling):
                 pieces.put(piece)
             pieces.put(None)
-        except BaseException as error:  # handed over to the one who waits
+        except BaseException as error:  # noqa: BLE001 - handed over to the one who waits
             pieces.put(error)
 
     threading.Thread(target=read, daemon=True).start()

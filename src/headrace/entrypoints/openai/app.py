@@ -68,7 +68,7 @@ class Edge:
         try:
             state["request_id"] = _client_id(headers.get(b"x-request-id")) or state["request_id"]
             self._check(scope, headers)
-        except Exception as error:  # a border: whatever is wrong becomes the answer
+        except Exception as error:  # noqa: BLE001 - a border: whatever is wrong becomes the answer
             await describe(error).response()(scope, receive, send_named)
             return
         counted = scope["path"] not in OPEN_PATHS
@@ -145,7 +145,7 @@ def _endpoint(context: ServerContext, handler: Handler) -> Callable[[Request], A
             return await handler(context, request)
         except ClientGone:
             return Response(status_code=CLIENT_GONE_STATUS)
-        except Exception as error:  # the border between a request and the server
+        except Exception as error:  # noqa: BLE001 - the border between a request and the server
             return describe(error).response()
 
     return endpoint

@@ -86,7 +86,7 @@ async def _pump(index: int, stream: OutputStream, queue: asyncio.Queue[Item | Ba
     try:
         async for output in stream:
             await queue.put((index, output))
-    except Exception as error:  # handed to the one who waits, who raises it
+    except Exception as error:  # noqa: BLE001 - handed to the one who waits, who raises it
         await queue.put(error)
         return
     await queue.put(None)

@@ -115,6 +115,6 @@ class EventStream(Response):
                 last = DONE
             except OSError:
                 raise
-            except Exception as error:  # a border: the stream has begun, so any fault becomes its last event
+            except Exception as error:  # noqa: BLE001 - a border: the stream has begun, so any fault becomes its last event
                 last = b"data: " + describe(error).body() + b"\n\n"
         await send({"type": "http.response.body", "body": last, "more_body": False})
