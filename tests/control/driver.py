@@ -7,6 +7,8 @@ from typing import Any
 
 from tests.control.fake_runner import FakeRunner, make_kv
 
+import msgspec
+
 from headrace.config.sections import SchedulerSection
 from headrace.control.scheduler.scheduler import Scheduler
 from headrace.messages.kv_cache import KVCacheConfig
@@ -95,9 +97,7 @@ class Driver:
         output = self.runner.execute(step)
         if self.drafter is not None:
             drafts = {i: self.drafter(self.runner.rows[i].tokens) for i in output.request_ids}
-            output = ModelRunnerOutput(
-                request_ids=output.request_ids, sampled_token_ids=output.sampled_token_ids, drafts=drafts
-            )
+            output = msgspec.structs.replace(output, drafts=drafts)
         self.in_flight.append((step, output))
         return True
 

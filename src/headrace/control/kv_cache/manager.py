@@ -278,11 +278,11 @@ class KVCacheManager:
         self.pool.evict(block_ids)
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all hashes; ``False``, changing nothing, while a request holds blocks and could store more of them.
+        """Forget all hashes; ``False``, changing nothing, while a request or a transfer holds blocks.
 
-        Fenced and leased blocks do not stand in the way: they are stored no more.
+        Fenced blocks do not stand in the way: nobody will read or store them any more.
         """
-        if any(group.tables for group in self.coordinator.groups):
+        if self._leased or any(group.tables for group in self.coordinator.groups):
             return False
         self.pool.clear()
         return True
