@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from typing import Any
 
 from headrace.base.clock import Clock
@@ -18,7 +19,7 @@ from headrace.base.progress import ProgressWord
 from headrace.config.sections import EngineConfig
 from headrace.core.build import build_core, describe_cause
 from headrace.core.client import EngineCoreClient
-from headrace.core.loop import CoreLoop, Inbox
+from headrace.core.loop import STALLED_S, CoreLoop, Inbox
 from headrace.core.mailbox import Mailbox
 from headrace.messages.outputs import CoreReady, EngineCoreOutputs
 from headrace.messages.requests import (
@@ -69,8 +70,10 @@ class InlineCore:
             self._core.abort_soon(request_ids)
 
     def step(self) -> EngineCoreOutputs:
-        """Run one step and return what came of it."""
+        """Run one step and return what came of it; pauses when all there is must wait for others."""
         self._check_alive()
+        if self._core.stalled:
+            time.sleep(STALLED_S)
         try:
             outputs = self._core.step().get(0)
         except Exception as error:
