@@ -88,8 +88,13 @@ def is_ready(stamp: Path, key: str) -> bool:
 
 
 def setup_key(torch_index: str) -> str:
-    """Hash of everything that an installation depends on: requirements, native sources, this program."""
-    digest = hashlib.sha256(torch_index.encode())
+    """Hash of everything that an installation depends on.
+
+    That is requirements, native sources, this program, and which modules exist: an editable installation sees changes
+    within a module, but has a list of them.
+    """
+    modules = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "src").rglob("*.py"))
+    digest = hashlib.sha256("\n".join([torch_index, *modules]).encode())
     files = [ROOT / "pyproject.toml", ROOT / "CMakeLists.txt", Path(__file__)]
     files += sorted(path for path in (ROOT / "csrc").rglob("*") if path.is_file())
     for file in files:
@@ -192,15 +197,17 @@ def announced_size(command: list[str]) -> int:
 
     pip names the size when it begins a download; it is stopped there, so that nothing large has moved yet.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        process = subprocess.Popen(
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        subprocess.Popen(
             [*command, "--dest", folder],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             text=True,
             env={**os.environ, "PYTHONUNBUFFERED": "1"},
-        )
+        ) as process,
+    ):
         deadline = threading.Timer(_PROBE_TIMEOUT_S, process.kill)
         deadline.start()
         try:
@@ -209,7 +216,6 @@ def announced_size(command: list[str]) -> int:
         finally:
             deadline.cancel()
             process.kill()
-            process.wait()
 
 
 def size_in(line: str) -> int:
