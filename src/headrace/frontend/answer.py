@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from headrace.frontend.detokenizer import NullDetokenizer, make_detokenizer
 from headrace.frontend.stop_strings import StopAutomaton, StopMatcher
 from headrace.frontend.tokenizer import Tokenizer
-from headrace.messages.outputs import EngineCoreOutput, FinishReason
+from headrace.messages.outputs import EngineCoreOutput, FinishReason, RequestTimes
 from headrace.messages.request_output import CompletionOutput, Logprob, PositionLogprobs
 from headrace.messages.requests import EngineCoreRequest
 from headrace.messages.runner_output import TokenLogprobs
@@ -52,11 +52,13 @@ class Answer:
         "cumulative_logprob",
         "error",
         "finish_reason",
+        "first_token_time",
         "index",
         "num_cached_tokens",
         "num_tokens",
         "request_id",
         "stop_reason",
+        "times",
     )
 
     def __init__(
@@ -76,6 +78,8 @@ class Answer:
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
         self.error: str | None = None
+        self.first_token_time = 0.0
+        self.times: RequestTimes | None = None
         self._num_taken = 0
         self._end_taken = False
         self._tokenizer = tokenizer
@@ -109,6 +113,7 @@ class Answer:
         assert self.finish_reason is None, self.request_id
         token_ids = output.new_token_ids
         self.num_cached_tokens = output.num_cached_tokens or self.num_cached_tokens
+        self.times = output.times or self.times
         ends = output.finish_reason is FinishReason.STOP
         kept = 0
         if token_ids and self._max_tokens:

@@ -124,10 +124,10 @@ class RequestGroup:
         self._prompt_entries += fresh
         self._prompt_missing -= len(fresh)
 
-    def note_end(self, times: RequestTimes | None, kv_transfer_params: dict[str, object] | None) -> None:
+    def note_end(self, times: RequestTimes, kv_transfer_params: dict[str, object] | None) -> None:
         """One answer has ended; keep what came with its end."""
         self.num_live -= 1
-        self._times = times or self._times
+        self._times = times
         self._kv_transfer_params = kv_transfer_params or self._kv_transfer_params
 
     def announce(self) -> None:

@@ -10,6 +10,7 @@ A fault in the work for one request (its text, its logprobs) ends that request a
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 from headrace.base.logging import get_logger
 from headrace.frontend.answer import Answer
@@ -56,54 +57,57 @@ class OutputProcessor:
     def process(self, outputs: Iterable[EngineCoreOutput], now: float) -> list[str]:
         """Take a message's news and return the ids that the core must abort, because they ended here first."""
         aborts: list[str] = []
-        touched: dict[int, RequestGroup] = {}
+        touched: dict[RequestGroup, None] = {}
+        known = self._answers
         for output in outputs:
-            entry = self._answers.get(output.request_id)
+            entry = known.get(output.request_id)
             if entry is None:
                 continue
             answer, group = entry
             try:
-                self._apply(answer, group, output, now)
+                if output.prompt_logprobs is not None:
+                    group.add_prompt_logprobs(output.prompt_logprobs)
+                kept = answer.add(output)
             except Exception as error:
                 # The request's border: a fault in its text or logprobs must not reach its neighbours.
                 logger.exception("request %s: processing its output failed", answer.request_id)
                 answer.finish(FinishReason.ERROR, error=f"processing the output failed: {type(error).__name__}")
+                kept = 0
+            if kept:
+                self._note_tokens(answer, group, kept, now)
             if answer.finish_reason is not None:
-                self._end(answer, group, output, now)
+                self._end(answer, group, output.kv_transfer_params, now)
                 if output.finish_reason is None:
                     aborts.append(answer.request_id)
-            touched[id(group)] = group
-        for group in touched.values():
+            touched[group] = None
+        for group in touched:
             group.announce()
         return aborts
 
-    def _apply(self, answer: Answer, group: RequestGroup, output: EngineCoreOutput, now: float) -> None:
-        if output.prompt_logprobs is not None:
-            group.add_prompt_logprobs(output.prompt_logprobs)
-        kept = answer.add(output)
-        if kept:
+    def _note_tokens(self, answer: Answer, group: RequestGroup, kept: int, now: float) -> None:
+        if not answer.first_token_time:
+            answer.first_token_time = now
             self._note_started(answer)
-            cached = 0 if answer.index else answer.num_cached_tokens
-            self._observer.tokens_arrived(answer.request_id, kept, group.arrival, now, cached)
+        cached = 0 if answer.index else answer.num_cached_tokens
+        self._observer.tokens_arrived(answer.request_id, kept, group.arrival, now, cached)
 
     def _note_started(self, answer: Answer) -> None:
         self.num_unstarted_tokens -= self._unstarted.pop(answer.request_id, 0)
 
-    def _end(self, answer: Answer, group: RequestGroup, output: EngineCoreOutput | None, now: float) -> None:
+    def _end(self, answer: Answer, group: RequestGroup, kv_transfer_params: dict[str, Any] | None, now: float) -> None:
         """The one way out of the table for an answer that has ended."""
         del self._answers[answer.request_id]
         self._note_started(answer)
         self.num_finished += 1
         assert answer.finish_reason is not None
-        times = output.times if output is not None else None
-        group.note_end(times, output.kv_transfer_params if output is not None else None)
-        self._observer.request_finished(
-            answer.request_id,
-            answer.finish_reason.value,
-            group.arrival,
-            now,
-            times or RequestTimes(arrival=group.arrival),
-        )
+        times = answer.times
+        if times is None:
+            # It ended here before the core knew, so the milestones are those that were seen from here.
+            last = now if answer.num_tokens else 0.0
+            times = RequestTimes(arrival=group.arrival, first_token=answer.first_token_time, last_token=last)
+        group.note_end(times, kv_transfer_params)
+        reason = answer.finish_reason.value
+        self._observer.request_finished(answer.request_id, reason, group.arrival, now, times)
 
     def end(self, group: RequestGroup, reason: FinishReason, now: float, error: str | None = None) -> list[str]:
         """End a group's living answers and return their ids. Idempotent."""
