@@ -88,7 +88,7 @@ def test_biases_of_the_feed_forward_are_refused(tmp_path: Path) -> None:
 def test_operators_are_made_by_name(tmp_path: Path) -> None:
     config = make_config(save_hf_model(make_hf_model("llama"), tmp_path))
     assert make_ops(config).name == "reference"
-    with pytest.raises(ConfigError, match=r"--ops triton: not available here; available: reference"):
+    with pytest.raises(ConfigError, match=r"--ops triton: not available here; available: reference, native"):
         make_ops(replace(config, device=replace(config.device, ops="triton")))
     with pytest.raises(ConfigError, match="--quantization needs the native operators"):
         make_ops(replace(config, model=replace(config.model, quantization="int8")))

@@ -12,6 +12,7 @@ import torch
 
 from headrace.base.errors import ConfigError
 from headrace.base.registry import Registry
+from headrace.config import env
 from headrace.config.sections import EngineConfig
 from headrace.device.ops.interface import Ops
 
@@ -25,6 +26,22 @@ def _make_reference(config: EngineConfig) -> Ops:
     if config.model.quantization is not None:
         raise ConfigError("--quantization needs the native operators; the reference ones compute in floats")
     return ReferenceOps(torch.bfloat16 if config.model.dtype == "bfloat16" else torch.float32)
+
+
+@OPS.register("native")
+def _make_native(config: EngineConfig) -> Ops:
+    try:
+        from headrace.device.ops.cpu.ops import NativeOps
+    except ImportError as error:
+        raise ConfigError(f"--ops native: the kernels are not built here ({error}); use --ops reference") from None
+
+    model = config.model
+    return NativeOps(
+        config.parallel.num_threads,
+        "exact" if model.activations == "exact" else "int8",
+        env.forced_isa(),
+        model.quantization,
+    )
 
 
 def make_ops(config: EngineConfig) -> Ops:
