@@ -1,0 +1,357 @@
+// The Python module `headrace.device.ops.cpu._native`.
+//
+// Arrays come in through DLPack; shapes, types and sizes are checked here, contents (ids, slots, tables) by the ops before
+// they run. Ops keep plain pointers: the caller keeps the arrays alive for as long as the op.
+
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <algorithm>
+#include <optional>
+#include <stdexcept>
+
+#include "features.h"
+#include "ops.h"
+#include "plan.h"
+
+namespace nb = nanobind;
+using namespace headrace;
+
+namespace {
+
+using Matrix = nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using Vector = nb::ndarray<float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Ints = nb::ndarray<int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Longs = nb::ndarray<int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Bytes = nb::ndarray<const uint8_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using Table = nb::ndarray<int32_t, nb::ndim<2>, nb::device::cpu>;
+using Blocks = nb::ndarray<nb::ndim<4>, nb::device::cpu>;
+
+void require(bool fine, const std::string& what) {
+    if (!fine) throw std::invalid_argument(what);
+}
+
+void require_shape(const Matrix& m, size_t rows, size_t cols, const char* name) {
+    require(m.shape(0) == rows && m.shape(1) == cols,
+            std::string(name) + " must be [" + std::to_string(rows) + ", " + std::to_string(cols) + "], not [" +
+                std::to_string(m.shape(0)) + ", " + std::to_string(m.shape(1)) + "]");
+}
+
+void require_length(const Vector& v, size_t length, const char* name) {
+    require(v.shape(0) == length, std::string(name) + " must have " + std::to_string(length) + " values");
+}
+
+Activation parse_activation(const std::string& name) {
+    if (name == "silu") return Activation::Silu;
+    if (name == "gelu") return Activation::Gelu;
+    require(name == "gelu_tanh", "unknown activation '" + name + "'");
+    return Activation::GeluTanh;
+}
+
+std::shared_ptr<Weight> pack(Team& team, const std::vector<std::tuple<std::string, Bytes>>& parts, int in_features,
+                             const std::string& quantize, bool apart) {
+    std::vector<SourceTensor> sources;
+    require(!parts.empty() && in_features > 0, "a weight needs parts and a width");
+    for (const auto& [format, data] : parts) {
+        require(is_packable(format), "weights of format " + format + " have no packed form");
+        const bool quantized = format[0] == 'Q';
+        require(!quantized || in_features % kGroup == 0, "quantised rows must be whole groups of 32");
+        const size_t bytes = format == "F32"    ? size_t(in_features) * 4
+                             : !quantized       ? size_t(in_features) * 2
+                             : format == "Q8_0" ? size_t(in_features) / 32 * 34
+                             : format == "Q4_1" ? size_t(in_features) / 32 * 20
+                                                : size_t(in_features) / 32 * 18;
+        require(data.shape(1) == bytes, "a row of " + std::to_string(in_features) + " " + format + " values has " +
+                                            std::to_string(bytes) + " bytes, not " + std::to_string(data.shape(1)));
+        sources.push_back({format, int(data.shape(0)), data.data(), bytes});
+    }
+    nb::gil_scoped_release release;
+    return pack_weight(team, sources, in_features, quantize, apart);
+}
+
+ProductInput make_input(const Matrix& x, const Weight& weight, Rows rows, bool exact) {
+    require(int(x.shape(1)) == weight.in_features,
+            "x has " + std::to_string(x.shape(1)) + " columns, the weight has " + std::to_string(weight.in_features));
+    ProductInput input{};
+    input.rows = rows;
+    input.width = weight.in_features;
+    input.x = x.data();
+    input.exact = exact || !weight.quantized();
+    return input;
+}
+
+std::shared_ptr<Op> make_embedding(const Ints& ids, std::shared_ptr<Weight> table, float scale, const Matrix& out) {
+    require_shape(out, ids.shape(0), size_t(table->in_features), "out");
+    auto op = std::make_shared<EmbeddingOp>();
+    op->ids = ids.data();
+    op->table = std::move(table);
+    op->scale = scale;
+    op->out = out.data();
+    return op;
+}
+
+std::shared_ptr<Op> make_norm(const Matrix& x, const std::optional<Matrix>& residual, const Vector& weight, float eps,
+                              const Matrix& out, const std::optional<Matrix>& sum_out, Rows rows) {
+    require_shape(out, x.shape(0), x.shape(1), "out");
+    require_length(weight, x.shape(1), "weight");
+    require(residual.has_value() == sum_out.has_value(), "a residual and its sum come together");
+    auto op = std::make_shared<NormOp>();
+    op->rows = rows;
+    op->width = int(x.shape(1));
+    op->x = x.data();
+    if (residual) {
+        require_shape(*residual, x.shape(0), x.shape(1), "residual");
+        require_shape(*sum_out, x.shape(0), x.shape(1), "sum_out");
+        op->residual = residual->data();
+        op->sum_out = sum_out->data();
+    }
+    op->weight = weight.data();
+    op->eps = eps;
+    op->out = out.data();
+    return op;
+}
+
+std::shared_ptr<Op> make_add(const Matrix& x, const Matrix& y, const Matrix& out, Rows rows) {
+    require_shape(y, x.shape(0), x.shape(1), "y");
+    require_shape(out, x.shape(0), x.shape(1), "out");
+    auto op = std::make_shared<AddOp>();
+    op->rows = rows;
+    op->width = int(x.shape(1));
+    op->x = x.data();
+    op->y = y.data();
+    op->out = out.data();
+    return op;
+}
+
+std::shared_ptr<Op> make_gather(const Matrix& x, const Ints& index, const Matrix& out) {
+    require_shape(out, index.shape(0), x.shape(1), "out");
+    auto op = std::make_shared<GatherOp>();
+    op->width = int(x.shape(1));
+    op->x = x.data();
+    op->index = index.data();
+    op->out = out.data();
+    return op;
+}
+
+std::shared_ptr<Op> make_linear(const Matrix& x, std::shared_ptr<Weight> weight, const std::optional<Vector>& bias,
+                                float softcap, bool exact, const Matrix& out, Rows rows) {
+    require_shape(out, x.shape(0), size_t(weight->out_features), "out");
+    auto op = std::make_shared<LinearOp>();
+    op->input = make_input(x, *weight, rows, exact);
+    if (bias) {
+        require_length(*bias, size_t(weight->out_features), "bias");
+        op->bias = bias->data();
+    }
+    op->weight = std::move(weight);
+    op->softcap = softcap;
+    op->out = out.data();
+    return op;
+}
+
+std::shared_ptr<Op> make_gated(const Matrix& x, std::shared_ptr<Weight> weight, const std::string& activation, bool exact,
+                               const Matrix& out, Rows rows) {
+    require(weight->segments.size() == 2 && weight->segments[0].rows == weight->segments[1].rows,
+            "a gated weight has two parts of equal shape");
+    require_shape(out, x.shape(0), size_t(weight->segments[0].rows), "out");
+    auto op = std::make_shared<GatedOp>();
+    op->input = make_input(x, *weight, rows, exact);
+    op->weight = std::move(weight);
+    op->activation = parse_activation(activation);
+    op->out = out.data();
+    return op;
+}
+
+StepView make_step(const Ints& query_start_loc, const Ints& seq_lens, const Table& block_table, const Longs& slots) {
+    require(block_table.stride(1) == 1, "rows of the block table must be contiguous");
+    require(query_start_loc.shape(0) >= 1, "query_start_loc is empty");
+    StepView s{};
+    s.query_start_loc = query_start_loc.data();
+    s.seq_lens = seq_lens.data();
+    s.block_table = block_table.data();
+    s.table_stride = block_table.stride(0);
+    s.max_blocks = int(block_table.shape(1));
+    s.slot_mapping = slots.data();
+    s.max_reqs = int(std::min<size_t>({query_start_loc.shape(0) - 1, seq_lens.shape(0), block_table.shape(0)}));
+    return s;
+}
+
+// Inner dimensions must be contiguous; blocks may lie apart.
+void require_packed(const Blocks& b, const char* name) {
+    require(b.stride(3) == 1 && b.stride(2) == int64_t(b.shape(3)) && b.stride(1) == int64_t(b.shape(2) * b.shape(3)),
+            std::string(name) + " blocks must be contiguous");
+}
+
+CacheView make_cache(const Blocks& key, const Blocks& value, const std::optional<Blocks>& scales) {
+    require_packed(key, "key");
+    require_packed(value, "value");
+    CacheView c{};
+    c.num_blocks = int(key.shape(0));
+    c.num_kv_heads = int(key.shape(1));
+    c.head_dim = int(key.shape(2));
+    c.block_size = int(key.shape(3));
+    require(value.shape(0) == key.shape(0) && value.shape(1) == key.shape(1) && value.shape(2) == key.shape(3) &&
+                value.shape(3) == key.shape(2),
+            "keys must be [block, kv_head, head_dim, token] and values [block, kv_head, token, head_dim]");
+    require(key.dtype() == value.dtype(), "keys and values differ in type");
+    if (key.dtype() == nb::dtype<float>()) c.type = KvType::F32;
+    else if (key.dtype().code == uint8_t(nb::dlpack::dtype_code::Float) && key.dtype().bits == 16) c.type = KvType::F16;
+    else if (key.dtype() == nb::dtype<int8_t>()) c.type = KvType::I8;
+    else throw std::invalid_argument("KV blocks must be float32, float16 or int8");
+    require(c.head_dim <= kMaxHeadDim, "heads of more than 512 dimensions are not supported");
+    require((c.type == KvType::I8) == scales.has_value(), "int8 blocks, and no others, have scales");
+    c.key = key.data();
+    c.value = value.data();
+    c.key_stride = key.stride(0);
+    c.value_stride = value.stride(0);
+    if (scales) {
+        require_packed(*scales, "scale");
+        require(scales->dtype() == nb::dtype<float>() && scales->shape(0) == key.shape(0) &&
+                    scales->shape(1) == key.shape(1) && scales->shape(2) == 2 && scales->shape(3) == key.shape(3),
+                "scales must be float32 [block, kv_head, 2, token]");
+        c.scales = static_cast<float*>(scales->data());
+        c.scale_stride = scales->stride(0);
+    }
+    return c;
+}
+
+std::shared_ptr<Op> make_rope(const Matrix& qkv, const Ints& positions, const Matrix& cos_sin, int num_heads,
+                              const StepView& step, const CacheView& cache, const std::optional<Vector>& q_norm,
+                              const std::optional<Vector>& k_norm, float eps, const Matrix& out) {
+    const size_t dim = size_t(cache.head_dim);
+    require_shape(qkv, qkv.shape(0), (size_t(num_heads) + 2 * size_t(cache.num_kv_heads)) * dim, "qkv");
+    require_shape(out, qkv.shape(0), size_t(num_heads) * dim, "out");
+    require(positions.shape(0) >= qkv.shape(0), "positions are fewer than rows");
+    require(cos_sin.shape(1) <= dim && cos_sin.shape(1) % 2 == 0, "cos_sin is wider than a head");
+    auto op = std::make_shared<RopeOp>();
+    op->qkv = qkv.data();
+    op->num_heads = num_heads;
+    op->rotary_dim = int(cos_sin.shape(1));
+    op->max_position = int(cos_sin.shape(0));
+    op->positions = positions.data();
+    op->cos_sin = cos_sin.data();
+    if (q_norm) {
+        op->full_norm = q_norm->shape(0) != dim;
+        require(k_norm.has_value(), "norms of q and k come together");
+        require_length(*q_norm, op->full_norm ? dim * size_t(num_heads) : dim, "q_norm");
+        require_length(*k_norm, op->full_norm ? dim * size_t(cache.num_kv_heads) : dim, "k_norm");
+        op->q_norm = q_norm->data();
+        op->k_norm = k_norm->data();
+        op->norm_eps = eps;
+    }
+    op->step = step;
+    op->cache = cache;
+    op->q_out = out.data();
+    return op;
+}
+
+std::shared_ptr<Op> make_attention(const Matrix& q, int num_heads, float scale, int window, int chunk, float softcap,
+                                   const std::optional<Vector>& sinks, const StepView& step, const CacheView& cache,
+                                   const Matrix& out) {
+    require(num_heads > 0 && num_heads % cache.num_kv_heads == 0, "query heads must be a multiple of the kv heads");
+    require_shape(q, q.shape(0), size_t(num_heads) * size_t(cache.head_dim), "q");
+    require_shape(out, q.shape(0), q.shape(1), "out");
+    if (sinks) require_length(*sinks, size_t(num_heads), "sinks");
+    auto op = std::make_shared<AttentionOp>();
+    op->q = q.data();
+    op->num_heads = num_heads;
+    op->window = window;
+    op->chunk = chunk;
+    op->scale = scale;
+    op->softcap = softcap;
+    op->sinks = sinks ? sinks->data() : nullptr;
+    op->step = step;
+    op->cache = cache;
+    op->out = out.data();
+    return op;
+}
+
+std::shared_ptr<Op> make_arg_max(const Matrix& x, const Ints& out) {
+    require(out.shape(0) == x.shape(0) && x.shape(1) > 0, "one result per row");
+    auto op = std::make_shared<ArgMaxOp>();
+    op->width = int(x.shape(1));
+    op->x = x.data();
+    op->out = out.data();
+    return op;
+}
+
+}  // namespace
+
+NB_MODULE(_native, m) {
+    nb::enum_<Rows>(m, "Rows").value("TOKENS", Rows::Tokens).value("LOGITS", Rows::Logits);
+
+    nb::class_<Weight>(m, "Weight")
+        .def_ro("out_features", &Weight::out_features)
+        .def_ro("in_features", &Weight::in_features)
+        .def_ro("num_bytes", &Weight::num_bytes)
+        .def_prop_ro("format", &Weight::format)
+        .def_prop_ro("quantized", &Weight::quantized);
+
+    nb::class_<Op>(m, "Op").def_prop_ro("name", &Op::name);
+    nb::class_<StepView>(m, "StepView");
+    nb::class_<CacheView>(m, "CacheView");
+
+    nb::class_<Team>(m, "Team")
+        .def("__init__", [](Team* self, int num_threads, const std::string& isa) {
+            require(num_threads >= 1 && num_threads <= 1024, "a team has 1 to 1024 threads");
+            new (self) Team(num_threads, find_kernels(isa));
+        }, nb::arg("num_threads"), nb::arg("isa") = "")
+        .def_prop_ro("num_threads", &Team::size)
+        .def_prop_ro("isa", [](const Team& t) { return t.kernels().name; })
+        .def("set_progress", [](Team& t, uint64_t address) { t.set_progress(reinterpret_cast<uint64_t*>(address)); },
+             nb::arg("address"))
+        .def("run", [](Team& t, const Op& op, int tokens, int reqs, int logit_rows) {
+            run_op(t, op, {tokens, reqs, logit_rows});
+        }, nb::call_guard<nb::gil_scoped_release>(), nb::arg("op"), nb::arg("tokens") = 0, nb::arg("reqs") = 0,
+           nb::arg("logit_rows") = 0);
+
+    nb::class_<Plan>(m, "Plan")
+        .def("__init__", [](Plan* self, int tokens, int reqs, int logit_rows) { new (self) Plan({tokens, reqs, logit_rows}); },
+             nb::arg("tokens"), nb::arg("reqs"), nb::arg("logit_rows"))
+        .def("append", &Plan::append, nb::arg("op"))
+        .def("finish", [](Plan& p, Team& team, const std::vector<uint64_t>& kept) {
+            std::vector<const void*> pointers;
+            for (uint64_t address : kept) pointers.push_back(reinterpret_cast<const void*>(address));
+            p.finish(team, pointers);
+        }, nb::arg("team"), nb::arg("kept"))
+        .def("replay", [](const Plan& p, Team& team, int tokens, int reqs, int logit_rows) {
+            p.replay(team, {tokens, reqs, logit_rows});
+        }, nb::call_guard<nb::gil_scoped_release>(), nb::arg("team"), nb::arg("tokens"), nb::arg("reqs"),
+           nb::arg("logit_rows") = 0)
+        .def_prop_ro("op_names", [](const Plan& p) {
+            std::vector<std::string> names;
+            for (const char* name : p.op_names()) names.emplace_back(name);
+            return names;
+        });
+
+    m.def("isas", [] {
+        std::vector<std::string> names;
+        for (const Kernels* k : available_kernels()) names.emplace_back(k->name);
+        return names;
+    });
+    m.def("is_packable", &is_packable, nb::arg("format"));
+    m.def("pack", &pack, nb::arg("team"), nb::arg("parts"), nb::arg("in_features"), nb::arg("quantize") = "",
+          nb::arg("apart") = false);
+    m.def("embedding", &make_embedding, nb::arg("ids"), nb::arg("table"), nb::arg("scale"), nb::arg("out"));
+    m.def("norm", &make_norm, nb::arg("x"), nb::arg("residual").none(), nb::arg("weight"), nb::arg("eps"), nb::arg("out"),
+          nb::arg("sum_out").none(), nb::arg("rows"));
+    m.def("add", &make_add, nb::arg("x"), nb::arg("y"), nb::arg("out"), nb::arg("rows"));
+    m.def("gather", &make_gather, nb::arg("x"), nb::arg("index"), nb::arg("out"));
+    m.def("linear", &make_linear, nb::arg("x"), nb::arg("weight"), nb::arg("bias").none(), nb::arg("softcap"),
+          nb::arg("exact"), nb::arg("out"), nb::arg("rows"));
+    m.def("gated", &make_gated, nb::arg("x"), nb::arg("weight"), nb::arg("activation"), nb::arg("exact"), nb::arg("out"),
+          nb::arg("rows"));
+    m.def("step", &make_step, nb::arg("query_start_loc"), nb::arg("seq_lens"), nb::arg("block_table"),
+          nb::arg("slot_mapping"));
+    m.def("cache", &make_cache, nb::arg("key"), nb::arg("value"), nb::arg("scales").none());
+    m.def("rope", &make_rope, nb::arg("qkv"), nb::arg("positions"), nb::arg("cos_sin"), nb::arg("num_heads"),
+          nb::arg("step"), nb::arg("cache"), nb::arg("q_norm").none(), nb::arg("k_norm").none(), nb::arg("eps"),
+          nb::arg("out"));
+    m.def("attention", &make_attention, nb::arg("q"), nb::arg("num_heads"), nb::arg("scale"), nb::arg("window"),
+          nb::arg("chunk"), nb::arg("softcap"), nb::arg("sinks").none(), nb::arg("step"), nb::arg("cache"), nb::arg("out"));
+    m.def("arg_max", &make_arg_max, nb::arg("x"), nb::arg("out"));
+}

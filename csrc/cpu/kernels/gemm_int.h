@@ -1,0 +1,180 @@
+// Products of packed integer weights with int8 activations.
+#pragma once
+
+#include "functions.h"
+
+namespace headrace::HR_ISA {
+
+template <bool wide>
+HR_INLINE VF load_scale(const uint8_t* scales, int index) {
+    if constexpr (wide) return load((const float*)scales + index);
+    else return load_f16((const uint16_t*)scales + index);
+}
+
+// One group of one row: the exact integer sum.
+template <Format format>
+HR_INLINE VI group_sum(const U (&w)[8], const ActivationGroup& x, int row) {
+    if constexpr (format == Format::I4) {
+        Dot4 d = Dot4::zero();
+        for (int i = 0; i < 8; ++i) d = Dot4::step(d, w[i], &x.q[row][4 * i]);
+        return Dot4::finish(d);
+    } else {
+        Dot8 d = Dot8::zero(x.correction[row]);
+        for (int i = 0; i < 8; ++i) d = Dot8::step(d, w[i], &x.q[row][4 * i]);
+        return Dot8::finish(d);
+    }
+}
+
+// The two halves of a group apart. The correction covers the whole group, so it is made here for each half.
+HR_INLINE void half_sums(const U (&w)[8], const ActivationGroup& x, int row, VI& low, VI& high) {
+    int32_t sum = 0;
+    for (int i = 0; i < 16; ++i) sum += x.q[row][i];
+    Dot8 a = Dot8::zero(-128 * sum), b = Dot8::zero(x.correction[row] + 128 * sum);
+    for (int i = 0; i < 4; ++i) {
+        a = Dot8::step(a, w[i], &x.q[row][4 * i]);
+        b = Dot8::step(b, w[4 + i], &x.q[row][4 * (4 + i)]);
+    }
+    low = Dot8::finish(a);
+    high = Dot8::finish(b);
+}
+
+template <Format format>
+HR_INLINE void load_group(const uint8_t* bytes, U (&w)[8]) {
+    if constexpr (format == Format::I4) {
+        for (int i = 0; i < 4; ++i) {
+            const U raw = uload(bytes + 64 * i);
+            w[i] = low_nibbles(raw);
+            w[4 + i] = high_nibbles(raw);
+        }
+    } else {
+        for (int i = 0; i < 8; ++i) w[i] = Dot8::prepare(uload(bytes + 64 * i));
+    }
+}
+
+constexpr int kPrefetchAhead = 2048;
+
+// `rows` rows of one tile, from `row`, times one panel: acc[rows][16].
+template <Format format, bool wide, int rows>
+HR_KERNEL void int_tile(const uint8_t* panel, int groups, const ActivationGroup* x, int row, float* out) {
+    const uint8_t* scales = panel + groups * group_bytes(format);
+    constexpr size_t scale_step = scale_bytes(format, wide);
+    for (int part = 0; part < 16; part += N) {
+        VF acc[rows];
+        for (int r = 0; r < rows; ++r) acc[r] = zero();
+        for (int g = 0; g < groups; ++g) {
+            const uint8_t* bytes = panel + g * group_bytes(format) + 4 * part;
+            if constexpr (rows <= 2) {
+                for (size_t line = 0; line < group_bytes(format); line += 64 * (16 / N))
+                    prefetch(bytes + kPrefetchAhead + line);
+            }
+            U w[8];
+            load_group<format>(bytes, w);
+            const uint8_t* s = scales + g * scale_step;
+            const VF d = format == Format::I8G16 ? load((const float*)s + part) : load_scale<wide>(s, part);
+            const VF second = format == Format::I8G16 ? load((const float*)s + 16 + part)
+                              : has_min(format)       ? load_scale<wide>(s, 16 + part)
+                                                      : zero();
+            const ActivationGroup& xg = x[g];
+#pragma GCC unroll 16
+            for (int r = 0; r < rows; ++r) {
+                const VF da = bcast(xg.scale[row + r]);
+                if constexpr (format == Format::I8G16) {
+                    VI low, high;
+                    half_sums(w, xg, row + r, low, high);
+                    acc[r] = fma(to_float(low), mul(d, da), acc[r]);
+                    acc[r] = fma(to_float(high), mul(second, da), acc[r]);
+                } else {
+                    acc[r] = fma(to_float(group_sum<format>(w, xg, row + r)), mul(d, da), acc[r]);
+                    if constexpr (has_min(format)) acc[r] = fma(second, bcast(xg.scaled_sum[row + r]), acc[r]);
+                }
+            }
+        }
+        for (int r = 0; r < rows; ++r) store(out + 16 * r + part, acc[r]);
+    }
+}
+
+template <Format format, bool wide>
+static int int_rows(const uint8_t* panel, int groups, const ActivationGroup* x, int row, int rows, float* out) {
+    if (rows >= 16) return int_tile<format, wide, 16>(panel, groups, x, row, out), 16;
+    if (rows >= 8) return int_tile<format, wide, 8>(panel, groups, x, row, out), 8;
+    if (rows >= 4) return int_tile<format, wide, 4>(panel, groups, x, row, out), 4;
+    if (rows >= 2) return int_tile<format, wide, 2>(panel, groups, x, row, out), 2;
+    return int_tile<format, wide, 1>(panel, groups, x, row, out), 1;
+}
+
+// Writes acc[rows][width] to columns [col, col + width) of rows from `row`, with bias and soft cap, inside `cols`.
+HR_INLINE void write_tile(const GemmTask& t, const float* acc, int width, int col, int row, int rows) {
+    for (int r = 0; r < rows; ++r) {
+        float* out = t.out + (row + r) * t.ldo + col;
+        for (int c = 0; c < width; c += N) {
+            const int n = part(t.cols, col + c);
+            VF y = load(acc + r * width + c);
+            if (t.bias) y = add(y, load_part(t.bias + col + c, n));
+            if (t.softcap > 0) y = mul(bcast(t.softcap), tanh(div(y, bcast(t.softcap))));
+            if (n == N) store(out + c, y);
+            else store_part(out + c, y, n);
+        }
+    }
+}
+
+template <Format format, bool wide>
+static void gemm_int_format(const GemmTask& t) {
+    const int groups = t.k / kGroup;
+    alignas(64) float acc[kTile * 16];
+    for (int p = 0; p < t.num_panels; ++p) {
+        const uint8_t* panel = t.panels + p * t.panel_stride;
+        for (int row = t.row_begin; row < t.row_end;) {
+            const ActivationGroup* x = t.xq + int64_t(row / kTile) * groups;
+            const int in_tile = row % kTile;
+            const int rest = t.row_end - row, room = kTile - in_tile;
+            const int done = int_rows<format, wide>(panel, groups, x, in_tile, rest < room ? rest : room, acc);
+            write_tile(t, acc, 16, p * kPanel, row, done);
+            row += done;
+        }
+    }
+}
+
+static void gemm_int(const GemmTask& t) {
+    switch (t.format) {
+        case Format::I4: return t.wide_scales ? gemm_int_format<Format::I4, true>(t) : gemm_int_format<Format::I4, false>(t);
+        case Format::I8: return t.wide_scales ? gemm_int_format<Format::I8, true>(t) : gemm_int_format<Format::I8, false>(t);
+        case Format::I8M: return gemm_int_format<Format::I8M, true>(t);
+        default: return gemm_int_format<Format::I8G16, true>(t);
+    }
+}
+
+static void quantize(const float* x, int64_t ldx, int row_begin, int row_end, int group_begin, int group_end, int groups,
+                     ActivationGroup* xq) {
+    constexpr float inverse_127 = 1.0f / 127.0f;
+    for (int row = row_begin; row < row_end; ++row, x += ldx) {
+        ActivationGroup* tile = xq + int64_t(row / kTile) * groups;
+        const int r = row % kTile;
+        for (int g = group_begin; g < group_end; ++g) {
+            const float* values = x + (g - group_begin) * kGroup;
+            VF v[kGroup / N];
+            VI top = ibcast(0);
+            for (int i = 0; i < kGroup / N; ++i) {
+                v[i] = load(values + i * N);
+                top = imax(top, iand(bits(v[i]), ibcast(0x7fffffff)));
+            }
+            const float amax = __builtin_bit_cast(float, reduce_max(top));
+            const float scale = amax * inverse_127;
+            const VF inverse = bcast(amax > 0 ? 127.0f / amax : 0.0f);
+            VI total = ibcast(0);
+            for (int i = 0; i < kGroup / N; ++i) {
+                const VI q = imax(ibcast(-127), imin(ibcast(127), round_int(mul(v[i], inverse))));
+                store_i8(&tile[g].q[r][i * N], q);
+                total = iadd(total, q);
+            }
+            alignas(64) int32_t lanes[N];
+            store(lanes, total);
+            int32_t sum = 0;
+            for (int i = 0; i < N; ++i) sum += lanes[i];
+            tile[g].scale[r] = scale;
+            tile[g].scaled_sum[r] = scale * float(sum);
+            tile[g].correction[r] = -128 * sum;
+        }
+    }
+}
+
+}  // namespace headrace::HR_ISA

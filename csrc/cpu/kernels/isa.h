@@ -1,0 +1,77 @@
+// Vectors of the instruction set that this unit is compiled for.
+//
+// `VF` holds N float lanes, `VI` N int32 lanes, `U` the bytes of N outputs x 4 k-steps. All operations are exactly
+// rounded and mean the same on every set, so kernels written over them give the same bits. `Dot4` and `Dot8` are the
+// exact integer products of 4-bit (unsigned) and 8-bit (signed) weights with int8 activations.
+//
+// This header and everything below it must stay free of inline library functions: they would be compiled for a newer
+// CPU here and could be chosen by the linker for all units.
+#pragma once
+
+#include <stdint.h>
+
+#define HR_INLINE static inline __attribute__((always_inline))
+// A function of its own, so that its registers are not shared with its caller's.
+#define HR_KERNEL static __attribute__((noinline))
+
+#if defined(HR_ISA_AVX512VNNI)
+#define HR_ISA avx512_vnni
+#define HR_ISA_NAME "avx512_vnni"
+#include "isa_avx512.h"
+#elif defined(HR_ISA_AVX512)
+#define HR_ISA avx512
+#define HR_ISA_NAME "avx512"
+#include "isa_avx512.h"
+#elif defined(HR_ISA_AVX2)
+#define HR_ISA avx2
+#define HR_ISA_NAME "avx2"
+#include "isa_avx2.h"
+#elif defined(HR_ISA_NEON)
+#define HR_ISA neon
+#define HR_ISA_NAME "neon"
+#include "isa_neon.h"
+#else
+#define HR_ISA generic
+#define HR_ISA_NAME "generic"
+#include "isa_generic.h"
+#endif
+
+namespace headrace::HR_ISA {
+
+// Sixteen virtual lanes, the unit of every reduction.
+struct W16 {
+    VF v[16 / N];
+};
+
+HR_INLINE float tree_add(const float* lanes) {
+    float t[8];
+    for (int j = 0; j < 8; ++j) t[j] = lanes[j] + lanes[j + 8];
+    for (int j = 0; j < 4; ++j) t[j] = t[j] + t[j + 4];
+    t[0] = t[0] + t[2];
+    t[1] = t[1] + t[3];
+    return t[0] + t[1];
+}
+
+HR_INLINE float reduce_add(const W16& w) {
+    alignas(64) float lanes[16];
+    for (int i = 0; i < 16 / N; ++i) store(lanes + i * N, w.v[i]);
+    return tree_add(lanes);
+}
+
+HR_INLINE float reduce_max(const VF& a) {
+    alignas(64) float lanes[N];
+    store(lanes, a);
+    float m = lanes[0];
+    for (int i = 1; i < N; ++i) m = lanes[i] > m ? lanes[i] : m;
+    return m;
+}
+
+HR_INLINE int32_t reduce_max(const VI& a) {
+    alignas(64) int32_t lanes[N];
+    store(lanes, a);
+    int32_t m = lanes[0];
+    for (int i = 1; i < N; ++i) m = lanes[i] > m ? lanes[i] : m;
+    return m;
+}
+
+}  // namespace headrace::HR_ISA

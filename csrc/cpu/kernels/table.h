@@ -1,0 +1,152 @@
+// What a kernel unit offers to the rest of the library: plain records and function pointers.
+//
+// A unit is `unit.cpp` compiled for one instruction set. Kernels work on one piece of work (some rows times some columns);
+// `ops` cuts work into pieces and `Team` hands them to threads.
+#pragma once
+
+#include <stddef.h>
+#include <stdint.h>
+
+namespace headrace {
+
+// How a panel of 16 output rows stores its numbers. `I8M` are bytes with a minimum (5-bit weights).
+enum class Format : int { F32, F16, BF16, I8, I8M, I8G16, I4 };
+
+enum class Activation : int { Silu, Gelu, GeluTanh };
+
+enum class KvType : int { F32, F16, I8 };
+
+constexpr int kPanel = 16;       // outputs of a panel
+constexpr int kGroup = 32;       // k of a quantisation group
+constexpr int kTile = 16;        // rows of a tile of quantised activations
+constexpr int kRange = 64;       // tokens of an attention range
+constexpr int kMaxHeadDim = 512;
+
+constexpr bool is_float(Format f) { return f == Format::F32 || f == Format::F16 || f == Format::BF16; }
+constexpr bool has_min(Format f) { return f == Format::I4 || f == Format::I8M; }
+
+// Panels: [k][16] numbers for float formats; otherwise the bytes of all groups, [k / 4][16][4] each (I4: two k halves in
+// the nibbles), followed by the scales of all groups, d[16] then m[16] (I8G16: d of both halves).
+constexpr size_t group_bytes(Format f) { return f == Format::I4 ? 256 : 512; }
+constexpr size_t scale_bytes(Format f, bool wide) {
+    return (f == Format::I8G16 ? 128 : has_min(f) ? 64 : 32) * (wide && f != Format::I8G16 ? 2 : 1);
+}
+constexpr size_t panel_bytes(Format f, bool wide, int k) {
+    const size_t bytes = f == Format::F32   ? size_t(k) * 64
+                         : is_float(f)      ? size_t(k) * 32
+                                            : size_t(k / kGroup) * (group_bytes(f) + scale_bytes(f, wide));
+    return (bytes + 63) / 64 * 64;
+}
+
+// Quantised activations: tiles of 16 rows; per group of 32 k the bytes [16][32], then for 16 rows the scale, the scaled
+// sum and -128 times the integer sum.
+struct ActivationGroup {
+    int8_t q[kTile][kGroup];
+    float scale[kTile];
+    float scaled_sum[kTile];
+    int32_t correction[kTile];
+};
+static_assert(sizeof(ActivationGroup) == 704);
+
+constexpr size_t activation_bytes(int rows, int k) {
+    return size_t((rows + kTile - 1) / kTile) * size_t(k / kGroup) * sizeof(ActivationGroup);
+}
+
+// Rows [row_begin, row_end) of x times some panels. Columns count from `out`; only `cols` of them exist.
+struct GemmTask {
+    Format format;
+    bool wide_scales;
+    int k;
+    const uint8_t* panels;
+    size_t panel_stride;
+    int num_panels;
+    const ActivationGroup* xq;  // int8 activations: all tiles of the batch
+    const float* x;             // exact activations: row-major
+    int64_t ldx;
+    int row_begin, row_end;
+    float* out;
+    int64_t ldo;
+    int cols;
+    const float* bias;
+    float softcap;
+};
+
+struct RopeTask {
+    float* qkv;
+    int num_heads, num_kv_heads, head_dim, rotary_dim;
+    const float* cos_sin;  // of the token's position, cosines first
+    const float* q_norm;   // weights over head_dim, or null
+    const float* k_norm;
+    bool full_norm;        // weights and mean over all heads instead
+    float norm_eps;
+    float* q_out;
+    KvType kv_type;
+    void* key;      // the token's block: [kv_head][head_dim][block_size]; null stores nothing
+    void* value;    // [kv_head][block_size][head_dim]
+    float* scales;  // [kv_head][2][block_size], keys first
+    int block_size, offset;
+};
+
+// Queries of `num_rows` consecutive tokens of one request against one kv head, over ranges [range_begin, range_end).
+struct AttendTask {
+    const float* q;  // first row, first head of the group
+    int64_t ldq;
+    int num_rows, group, head_dim;  // `group` query heads share the kv head
+    int first_position;
+    float scale, softcap;
+    int window, chunk;
+    const float* sinks;  // of the group, or null
+    KvType kv_type;
+    const void* key;     // all blocks
+    const void* value;
+    const float* scales;
+    int64_t key_stride, value_stride, scale_stride;  // elements from block to block
+    const int32_t* blocks;                           // the request's row of the block table
+    int block_size, kv_head;
+    int range_begin, range_end;
+    float* out;  // like q; null when partial results are wanted
+    int64_t ldo;
+    float* partials;  // of absolute range 0: per head maximum, sum, then head_dim values; one row only
+    int64_t partial_stride;  // floats from range to range
+    float* scratch;   // attend_scratch_floats
+};
+
+constexpr int padded_dim(int head_dim) { return (head_dim + 15) / 16 * 16; }
+constexpr int kMaxPairs = 24;  // query rows times group in one task
+constexpr size_t attend_scratch_floats(int head_dim) {
+    const size_t d = padded_dim(head_dim);
+    return 2 * kRange * d + kMaxPairs * (3 * d + kRange + 16) + 4 * kRange;
+}
+
+struct Kernels {
+    const char* name;
+    void (*gemm_int)(const GemmTask&);
+    void (*gemm_float)(const GemmTask&, float* scratch);
+    // Groups [group_begin, group_end) of rows [row_begin, row_end): x points at row_begin, group_begin.
+    void (*quantize)(const float* x, int64_t ldx, int row_begin, int row_end, int group_begin, int group_end, int groups,
+                     ActivationGroup* xq);
+    void (*gate)(Activation activation, const float* gate, const float* up, float* out, int n);
+    // residual may be null; sum_out receives x + residual.
+    void (*rms_norm)(const float* x, const float* residual, const float* weight, float eps, int n, float* out,
+                     float* sum_out);
+    void (*add)(const float* x, const float* y, float* out, int n);
+    void (*scale_add)(float weight, const float* x, float* acc, int n);
+    void (*scale)(float factor, float* x, int n);
+    void (*embed)(Format format, bool wide_scales, int k, const uint8_t* panel, int lane, float scale, float* out);
+    void (*rope_store)(const RopeTask&);
+    void (*attend)(const AttendTask&);
+    void (*merge_partials)(const float* partials, int num_ranges, int64_t range_stride, int head_dim, const float* sink,
+                           float* out);
+    int (*arg_max)(const float* x, int n);
+    void (*softmax)(const float* x, int n, float* out);
+};
+
+constexpr size_t kGemmFloatScratch = 128 * 64 + 4 * 128 * 16;  // floats
+
+const Kernels* kernels_generic();
+const Kernels* kernels_avx2();
+const Kernels* kernels_avx512();
+const Kernels* kernels_avx512_vnni();
+const Kernels* kernels_neon();
+
+}  // namespace headrace

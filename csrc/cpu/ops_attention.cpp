@@ -1,0 +1,210 @@
+// Rotary embedding with the store to the cache, and paged attention.
+
+#include <algorithm>
+#include <stdexcept>
+
+#include "ops.h"
+
+namespace headrace {
+
+namespace {
+
+constexpr int kMostPartials = 1 << 18;  // floats kept for split attention
+
+// Query heads that one task takes: all of the kv head's, in equal parts if they are too many for a task.
+int heads_per_task(int group) {
+    int parts = 1;
+    while ((group + parts - 1) / parts > kMaxPairs / 3) ++parts;
+    return (group + parts - 1) / parts;
+}
+
+int first_visible(int position, int window, int chunk) {
+    int lo = window > 0 ? std::max(0, position - window + 1) : 0;
+    if (chunk > 0) lo = std::max(lo, position / chunk * chunk);
+    return lo;
+}
+
+}  // namespace
+
+void RopeOp::check(const Sizes& sizes) const {
+    const int64_t slots = int64_t(cache.num_blocks) * cache.block_size;
+    for (int t = 0; t < sizes.tokens; ++t) {
+        if (step.slot_mapping[t] < -1 || step.slot_mapping[t] >= slots)
+            throw std::out_of_range("slot " + std::to_string(step.slot_mapping[t]) + " of token " + std::to_string(t) +
+                                    " is outside the cache of " + std::to_string(slots));
+        if (positions[t] < 0 || positions[t] >= max_position)
+            throw std::out_of_range("position " + std::to_string(positions[t]) + " of token " + std::to_string(t) +
+                                    " is outside the rotary table of " + std::to_string(max_position));
+    }
+}
+
+void RopeOp::run(Team& team, int tid, const Sizes& sizes) const {
+    const int width = (num_heads + 2 * cache.num_kv_heads) * cache.head_dim;
+    const int step_rows = std::clamp(sizes.tokens / (team.size() * 4), 1, 16);
+    team.for_each(tid, (sizes.tokens + step_rows - 1) / step_rows, [&](int64_t piece) {
+        const int end = std::min(sizes.tokens, (int(piece) + 1) * step_rows);
+        for (int t = int(piece) * step_rows; t < end; ++t) {
+            RopeTask task{};
+            task.qkv = qkv + int64_t(t) * width;
+            task.num_heads = num_heads;
+            task.num_kv_heads = cache.num_kv_heads;
+            task.head_dim = cache.head_dim;
+            task.rotary_dim = rotary_dim;
+            task.cos_sin = cos_sin + int64_t(positions[t]) * rotary_dim;
+            task.q_norm = q_norm;
+            task.k_norm = k_norm;
+            task.full_norm = full_norm;
+            task.norm_eps = norm_eps;
+            task.q_out = q_out + int64_t(t) * num_heads * cache.head_dim;
+            task.kv_type = cache.type;
+            task.block_size = cache.block_size;
+            const int64_t slot = step.slot_mapping[t];
+            if (slot >= 0) {
+                const int64_t block = slot / cache.block_size;
+                task.offset = int(slot % cache.block_size);
+                task.key = static_cast<char*>(cache.key) + block * cache.key_stride * int64_t(cache.element());
+                task.value = static_cast<char*>(cache.value) + block * cache.value_stride * int64_t(cache.element());
+                task.scales = cache.scales ? cache.scales + block * cache.scale_stride : nullptr;
+            }
+            team.kernels().rope_store(task);
+        }
+    });
+}
+
+void AttentionOp::check(const Sizes& sizes) const {
+    if (sizes.reqs > step.max_reqs) throw std::out_of_range("more requests than the step's buffers hold");
+    const int32_t* start = step.query_start_loc;
+    if (start[0] != 0 || start[sizes.reqs] != sizes.tokens)
+        throw std::out_of_range("query_start_loc does not cover the step's " + std::to_string(sizes.tokens) + " tokens");
+    for (int r = 0; r < sizes.reqs; ++r) {
+        const int queries = start[r + 1] - start[r], length = step.seq_lens[r];
+        if (queries < 0 || length < queries || length > int64_t(step.max_blocks) * cache.block_size)
+            throw std::out_of_range("request " + std::to_string(r) + " has " + std::to_string(queries) + " new tokens and " +
+                                    std::to_string(length) + " in all, more than its block table or its length allow");
+        const int lo = first_visible(length - queries, window, chunk) / cache.block_size;
+        for (int b = lo; b < (length + cache.block_size - 1) / cache.block_size; ++b) {
+            const int32_t block = step.block_table[r * step.table_stride + b];
+            if (block < 0 || block >= cache.num_blocks)
+                throw std::out_of_range("block " + std::to_string(block) + " of request " + std::to_string(r) +
+                                        " is outside the cache of " + std::to_string(cache.num_blocks));
+        }
+    }
+}
+
+void AttentionOp::reserve(Team& team, const Sizes& most) const {
+    team.reserve_scratch(attend_scratch_floats(cache.head_dim));
+    team.reserve_shared(Shared::Partials, kMostPartials * sizeof(float));
+    team.reserve_shared(Shared::Units, size_t(most.reqs + 1) * sizeof(int64_t));
+}
+
+AttendTask AttentionOp::task(int req, int first_row, int num_rows, int kv_head, int head, int heads) const {
+    const int group = num_heads / cache.num_kv_heads;
+    const int start = step.query_start_loc[req], queries = step.query_start_loc[req + 1] - start;
+    const int64_t ld = int64_t(num_heads) * cache.head_dim;
+    const int64_t at = int64_t(start + first_row) * ld + int64_t(kv_head * group + head) * cache.head_dim;
+    AttendTask t{};
+    t.q = q + at;
+    t.ldq = ld;
+    t.num_rows = num_rows;
+    t.group = heads;
+    t.head_dim = cache.head_dim;
+    t.first_position = step.seq_lens[req] - queries + first_row;
+    t.scale = scale;
+    t.softcap = softcap;
+    t.window = window;
+    t.chunk = chunk;
+    t.sinks = sinks ? sinks + kv_head * group + head : nullptr;
+    t.kv_type = cache.type;
+    t.key = cache.key;
+    t.value = cache.value;
+    t.scales = cache.scales;
+    t.key_stride = cache.key_stride;
+    t.value_stride = cache.value_stride;
+    t.scale_stride = cache.scale_stride;
+    t.blocks = step.block_table + req * step.table_stride;
+    t.block_size = cache.block_size;
+    t.kv_head = kv_head;
+    t.range_begin = first_visible(t.first_position, window, chunk) / kRange;
+    t.range_end = (t.first_position + num_rows - 1) / kRange + 1;
+    t.out = out + at;
+    t.ldo = ld;
+    return t;
+}
+
+void AttentionOp::run(Team& team, int tid, const Sizes& sizes) const {
+    // Few requests of one token each leave threads idle unless they share ranges.
+    const int64_t heads = int64_t(sizes.reqs) * cache.num_kv_heads;
+    bool split = sizes.tokens == sizes.reqs && team.size() > 1 && heads < 8 * team.size();
+    int64_t ranges = 0;
+    for (int r = 0; split && r < sizes.reqs; ++r) {
+        split = step.query_start_loc[r + 1] == r + 1;
+        ranges = std::max<int64_t>(ranges, step.seq_lens[r] / kRange + 1);
+    }
+    if (split && sizes.reqs * ranges * num_heads * (cache.head_dim + 2) <= kMostPartials && ranges > 1)
+        run_split(team, tid, sizes);
+    else run_whole(team, tid, sizes);
+}
+
+void AttentionOp::run_whole(Team& team, int tid, const Sizes& sizes) const {
+    const int group = num_heads / cache.num_kv_heads, heads = heads_per_task(group);
+    const int head_parts = (group + heads - 1) / heads, rows_per_task = kMaxPairs / heads;
+    auto* first_unit = team.shared<int64_t>(Shared::Units);
+    if (tid == 0) {
+        first_unit[0] = 0;
+        for (int r = 0; r < sizes.reqs; ++r) {
+            const int queries = step.query_start_loc[r + 1] - step.query_start_loc[r];
+            first_unit[r + 1] = first_unit[r] + (queries + rows_per_task - 1) / rows_per_task;
+        }
+    }
+    team.barrier();
+    const int64_t tiles = first_unit[sizes.reqs], parts = int64_t(cache.num_kv_heads) * head_parts;
+    // From the back: the last rows of the longest prompts take longest.
+    team.for_each(tid, tiles * parts, [&](int64_t i) {
+        const int64_t tile = tiles - 1 - i / parts;
+        const int part = int(i % parts);
+        const int req = int(std::upper_bound(first_unit, first_unit + sizes.reqs + 1, tile) - first_unit) - 1;
+        const int first = int(tile - first_unit[req]) * rows_per_task;
+        const int queries = step.query_start_loc[req + 1] - step.query_start_loc[req];
+        const int head = part % head_parts * heads;
+        AttendTask t = task(req, first, std::min(rows_per_task, queries - first), part / head_parts, head,
+                            std::min(heads, group - head));
+        t.scratch = team.scratch(tid);
+        team.kernels().attend(t);
+    });
+}
+
+void AttentionOp::run_split(Team& team, int tid, const Sizes& sizes) const {
+    const int group = num_heads / cache.num_kv_heads, heads = heads_per_task(group);
+    const int head_parts = (group + heads - 1) / heads, parts = cache.num_kv_heads * head_parts;
+    int most = 0;
+    for (int r = 0; r < sizes.reqs; ++r) most = std::max(most, (step.seq_lens[r] - 1) / kRange + 1);
+    const int pieces = std::min(most, (team.size() * 4 + parts * sizes.reqs - 1) / (parts * sizes.reqs));
+    const int64_t partial = cache.head_dim + 2, range_stride = num_heads * partial, req_stride = most * range_stride;
+    auto* partials = team.shared<float>(Shared::Partials);
+    team.for_each(tid, int64_t(sizes.reqs) * parts * pieces, [&](int64_t i) {
+        const int piece = int(i % pieces), part = int(i / pieces % parts), req = int(i / pieces / parts);
+        const int kv_head = part / head_parts, head = part % head_parts * heads;
+        AttendTask t = task(req, 0, 1, kv_head, head, std::min(heads, group - head));
+        const int begin = t.range_begin, ranges = t.range_end - begin;
+        t.range_begin = begin + ranges * piece / pieces;
+        t.range_end = begin + ranges * (piece + 1) / pieces;
+        t.partials = partials + req * req_stride + (kv_head * group + head) * partial;
+        t.partial_stride = range_stride;
+        t.scratch = team.scratch(tid);
+        team.kernels().attend(t);
+    });
+    const int step_heads = std::max(1, sizes.reqs * num_heads / (team.size() * 2));
+    const int all = sizes.reqs * num_heads;
+    team.for_each(tid, (all + step_heads - 1) / step_heads, [&](int64_t piece) {
+        for (int i = int(piece) * step_heads; i < std::min(all, (int(piece) + 1) * step_heads); ++i) {
+            const int req = i / num_heads, head = i % num_heads, position = step.seq_lens[req] - 1;
+            const int begin = first_visible(position, window, chunk) / kRange;
+            team.kernels().merge_partials(partials + req * req_stride + begin * range_stride + head * partial,
+                                          position / kRange + 1 - begin, range_stride, cache.head_dim,
+                                          sinks ? sinks + head : nullptr,
+                                          out + (int64_t(req) * num_heads + head) * cache.head_dim);
+        }
+    });
+}
+
+}  // namespace headrace

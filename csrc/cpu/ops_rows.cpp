@@ -1,0 +1,89 @@
+// Ops that work row by row.
+
+#include <cstring>
+#include <stdexcept>
+
+#include "ops.h"
+
+namespace headrace {
+
+namespace {
+
+// Rows of a piece: enough to pay for handing it out, few enough to share two rows between two threads.
+int rows_per_piece(int rows, int threads) {
+    const int share = rows / (threads * 4);
+    return share < 1 ? 1 : share > 16 ? 16 : share;
+}
+
+template <class F> void for_rows(Team& team, int tid, int rows, F&& row) {
+    const int step = rows_per_piece(rows, team.size());
+    team.for_each(tid, (rows + step - 1) / step, [&](int64_t piece) {
+        for (int r = int(piece) * step; r < rows && r < (int(piece) + 1) * step; ++r) row(r);
+    });
+}
+
+}  // namespace
+
+void EmbeddingOp::check(const Sizes& sizes) const {
+    for (int t = 0; t < sizes.tokens; ++t)
+        if (ids[t] < 0 || ids[t] >= table->out_features)
+            throw std::out_of_range("token id " + std::to_string(ids[t]) + " at place " + std::to_string(t) +
+                                    " is outside the table of " + std::to_string(table->out_features));
+}
+
+void EmbeddingOp::run(Team& team, int tid, const Sizes& sizes) const {
+    for_rows(team, tid, sizes.tokens, [&](int t) {
+        int row = ids[t];
+        const Segment* s = &table->segments[0];
+        while (row >= s->first_row + s->rows) ++s;
+        row -= s->first_row;
+        team.kernels().embed(s->format, s->wide_scales, table->in_features, s->data + size_t(row / kPanel) * s->stride,
+                             row % kPanel, scale, out + int64_t(t) * table->in_features);
+    });
+}
+
+void NormOp::reserve(Team& team, const Sizes&) const { team.reserve_scratch(size_t(width) + 16); }
+
+void NormOp::run_row(const Kernels& kernels, int row, float* to) const {
+    const int64_t at = int64_t(row) * width;
+    kernels.rms_norm(x + at, residual ? residual + at : nullptr, weight, eps, width, to, sum_out ? sum_out + at : nullptr);
+}
+
+void NormOp::run(Team& team, int tid, const Sizes& sizes) const {
+    for_rows(team, tid, count_rows(rows, sizes),
+             [&](int r) { run_row(team.kernels(), r, out + int64_t(r) * width); });
+}
+
+void AddOp::run(Team& team, int tid, const Sizes& sizes) const {
+    for_rows(team, tid, count_rows(rows, sizes), [&](int r) {
+        const int64_t at = int64_t(r) * width;
+        team.kernels().add(x + at, y + at, out + at, width);
+    });
+}
+
+void GatherOp::check(const Sizes& sizes) const {
+    for (int r = 0; r < sizes.logit_rows; ++r)
+        if (index[r] < 0 || index[r] >= sizes.tokens)
+            throw std::out_of_range("row " + std::to_string(index[r]) + " to gather is outside the step's " +
+                                    std::to_string(sizes.tokens) + " tokens");
+}
+
+void GatherOp::run(Team& team, int tid, const Sizes& sizes) const {
+    for_rows(team, tid, sizes.logit_rows, [&](int r) {
+        std::memcpy(out + int64_t(r) * width, x + int64_t(index[r]) * width, size_t(width) * sizeof(float));
+    });
+}
+
+void ArgMaxOp::run(Team& team, int tid, const Sizes& sizes) const {
+    team.for_each(tid, sizes.logit_rows,
+                  [&](int64_t r) { out[r] = team.kernels().arg_max(x + r * width, width); });
+}
+
+void run_op(Team& team, const Op& op, const Sizes& sizes) {
+    op.check(sizes);
+    op.reserve(team, sizes);
+    team.run([&](int tid) { op.run(team, tid, sizes); });
+    team.advance();
+}
+
+}  // namespace headrace

@@ -1,0 +1,36 @@
+// A captured step: ops in order, replayed without Python.
+//
+// `finish` fuses across the borders of ops where an intermediate has one reader: a norm into the product that reads it, a
+// gate's result straight into the quantised input of the next product. The float program stays the same, so replay and
+// eager calls give the same bits.
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "ops.h"
+
+namespace headrace {
+
+class Plan {
+public:
+    explicit Plan(Sizes most) : most_(most) {}
+
+    void append(std::shared_ptr<Op> op) { ops_.push_back(std::move(op)); }
+    // `kept` are buffers that somebody reads after a replay.
+    void finish(Team& team, const std::vector<const void*>& kept);
+    // Throws std::out_of_range before anything has run. Sizes must not exceed those of the capture.
+    void replay(Team& team, const Sizes& sizes) const;
+    std::vector<const char*> op_names() const;
+
+private:
+    int only_reader(size_t writer, const void* buffer, const std::vector<const void*>& kept) const;
+    void fuse_norms(const std::vector<const void*>& kept);
+    void fuse_gates(const std::vector<const void*>& kept);
+
+    Sizes most_;
+    std::vector<std::shared_ptr<Op>> ops_;
+    std::vector<std::shared_ptr<Op>> checks_;
+};
+
+}  // namespace headrace

@@ -1,0 +1,214 @@
+#include "weight.h"
+
+#include "half.h"
+
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <mutex>
+#include <stdexcept>
+
+namespace headrace {
+
+namespace {
+
+// Weights live in large mappings with huge pages, many to a mapping: one stream of a decode step touches all of them.
+constexpr size_t kRegion = size_t(64) << 20;
+
+struct Region {
+    std::byte* base;
+    size_t size, used = 0;
+    explicit Region(size_t bytes) : size(bytes) {
+        void* p = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+        if (p == MAP_FAILED) throw std::bad_alloc();
+        madvise(p, bytes, MADV_HUGEPAGE);
+        base = static_cast<std::byte*>(p);
+    }
+    ~Region() { munmap(base, size); }
+};
+
+std::pair<uint8_t*, std::shared_ptr<void>> allocate_weight(size_t bytes) {
+    static std::mutex mutex;
+    static std::weak_ptr<Region> current;
+    bytes = (bytes + 4095) / 4096 * 4096;
+    std::lock_guard lock(mutex);
+    std::shared_ptr<Region> region = current.lock();
+    if (!region || region->size - region->used < bytes) {
+        region = std::make_shared<Region>(std::max(bytes, kRegion));
+        current = region;
+    }
+    auto* p = reinterpret_cast<uint8_t*>(region->base + region->used);
+    region->used += bytes;
+    return {p, region};
+}
+
+float source_value(const std::string& format, const uint8_t* row, int k) {
+    uint16_t h;
+    float f;
+    if (format == "F32") {
+        std::memcpy(&f, row + size_t(k) * 4, 4);
+        return f;
+    }
+    std::memcpy(&h, row + size_t(k) * 2, 2);
+    if (format == "F16") return f16_to_float(h);
+    const uint32_t bits = uint32_t(h) << 16;
+    std::memcpy(&f, &bits, 4);
+    return f;
+}
+
+// One group of 32 in the form of the panels: integers, scale and minimum (float16 bits).
+struct Group {
+    int8_t q[kGroup];
+    uint16_t scale, minimum;
+};
+
+Group quantize_group(const std::string& format, const uint8_t* row, int k0, bool four_bits) {
+    float x[kGroup], low = INFINITY, high = -INFINITY;
+    for (int i = 0; i < kGroup; ++i) {
+        x[i] = source_value(format, row, k0 + i);
+        low = std::min(low, x[i]);
+        high = std::max(high, x[i]);
+    }
+    Group g{};
+    const float step = four_bits ? (high - low) / 15.0f : std::max(high, -low) / 127.0f;
+    g.scale = float_to_f16(step);
+    g.minimum = four_bits ? float_to_f16(low) : 0;
+    const float d = f16_to_float(g.scale), m = f16_to_float(g.minimum);
+    for (int i = 0; i < kGroup; ++i) {
+        const float q = d > 0 ? std::nearbyint((x[i] - m) / d) : 0.0f;
+        g.q[i] = int8_t(four_bits ? std::min(15.0f, std::max(0.0f, q)) : std::min(127.0f, std::max(-127.0f, q)));
+    }
+    return g;
+}
+
+// GGUF blocks of 32: half d, [half m], then bytes, or nibbles with k 0..15 low and 16..31 high.
+Group file_group(const std::string& format, const uint8_t* row, int g) {
+    Group out{};
+    const bool eight = format == "Q8_0", minimum = format == "Q4_1";
+    const uint8_t* block = row + size_t(g) * (eight ? 34 : minimum ? 20 : 18);
+    std::memcpy(&out.scale, block, 2);
+    if (eight) {
+        std::memcpy(out.q, block + 2, kGroup);
+        return out;
+    }
+    if (minimum) std::memcpy(&out.minimum, block + 2, 2);
+    else out.minimum = float_to_f16(-8.0f * f16_to_float(out.scale));
+    const uint8_t* nibbles = block + (minimum ? 4 : 2);
+    for (int i = 0; i < 16; ++i) {
+        out.q[i] = nibbles[i] & 15;
+        out.q[16 + i] = nibbles[i] >> 4;
+    }
+    return out;
+}
+
+void place_group(Format format, const Group& group, int g, int groups, int lane, uint8_t* panel) {
+    uint8_t* bytes = panel + size_t(g) * group_bytes(format);
+    if (format == Format::I4) {
+        for (int i = 0; i < 16; ++i)
+            bytes[(i / 4) * 64 + lane * 4 + i % 4] = uint8_t(group.q[i] | group.q[16 + i] << 4);
+    } else {
+        for (int i = 0; i < kGroup; i += 4) std::memcpy(bytes + i * 16 + lane * 4, group.q + i, 4);
+    }
+    uint8_t* scales = panel + groups * group_bytes(format) + size_t(g) * scale_bytes(format, false);
+    std::memcpy(scales + lane * 2, &group.scale, 2);
+    if (format == Format::I4) std::memcpy(scales + 32 + lane * 2, &group.minimum, 2);
+}
+
+// Panels [first_panel, ...) of a segment from one source; `index` counts the source's panels.
+void pack_panel(const Segment& s, int first_panel, const SourceTensor& source, int k, int index) {
+    const bool quantize = !is_float(s.format) && source.format[0] != 'Q', four_bits = s.format == Format::I4;
+    uint8_t* panel = s.data + size_t(first_panel + index) * s.stride;
+    for (int lane = 0; lane < kPanel && index * kPanel + lane < source.rows; ++lane) {
+        const uint8_t* row = source.data + size_t(index * kPanel + lane) * source.row_bytes;
+        if (is_float(s.format)) {
+            const size_t size = s.format == Format::F32 ? 4 : 2;
+            for (int i = 0; i < k; ++i) std::memcpy(panel + (size_t(i) * kPanel + lane) * size, row + i * size, size);
+            continue;
+        }
+        for (int g = 0; g < k / kGroup; ++g) {
+            const Group group = quantize ? quantize_group(source.format, row, g * kGroup, four_bits)
+                                         : file_group(source.format, row, g);
+            place_group(s.format, group, g, k / kGroup, lane, panel);
+        }
+    }
+}
+
+Format packed_format(const std::string& source, int k, const std::string& quantize) {
+    const bool whole_groups = k % kGroup == 0;
+    if (source == "F32" || source == "F16" || source == "BF16") {
+        if (quantize == "int8" && whole_groups) return Format::I8;
+        if (quantize == "int4" && whole_groups) return Format::I4;
+        return source == "F32" ? Format::F32 : source == "F16" ? Format::F16 : Format::BF16;
+    }
+    if (source == "Q8_0") return Format::I8;
+    if (source == "Q4_0" || source == "Q4_1") return Format::I4;
+    throw std::invalid_argument("weights of format " + source + " have no packed form");
+}
+
+const char* format_name(Format f) {
+    switch (f) {
+        case Format::F32: return "float32";
+        case Format::F16: return "float16";
+        case Format::BF16: return "bfloat16";
+        case Format::I8: return "int8";
+        case Format::I8M: return "int5";
+        case Format::I8G16: return "int8_g16";
+        default: return "int4";
+    }
+}
+
+}  // namespace
+
+bool is_packable(const std::string& format) {
+    for (const char* known : {"F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1"})
+        if (format == known) return true;
+    return false;
+}
+
+bool Weight::quantized() const {
+    for (const auto& s : segments)
+        if (is_float(s.format)) return false;
+    return true;
+}
+
+std::string Weight::format() const {
+    std::string name;
+    for (const auto& s : segments)
+        if (name.find(format_name(s.format)) == std::string::npos)
+            name += (name.empty() ? "" : "+") + std::string(format_name(s.format));
+    return name;
+}
+
+std::shared_ptr<Weight> pack_weight(Team& team, const std::vector<SourceTensor>& parts, int in_features,
+                                    const std::string& quantize, bool apart) {
+    auto weight = std::make_shared<Weight>();
+    weight->in_features = in_features;
+    for (size_t first = 0, next = 0; first < parts.size(); first = next) {
+        Segment s{};
+        s.format = packed_format(parts[first].format, in_features, quantize);
+        s.first_row = weight->out_features;
+        s.stride = panel_bytes(s.format, s.wide_scales, in_features);
+        do {
+            s.rows += parts[next++].rows;
+        } while (!apart && next < parts.size() && s.rows % kPanel == 0 &&
+                 packed_format(parts[next].format, in_features, quantize) == s.format);
+        s.panels = (s.rows + kPanel - 1) / kPanel;
+        auto [data, owner] = allocate_weight(s.stride * size_t(s.panels));
+        s.data = data;
+        for (size_t i = first, panel = 0; i < next; panel += size_t(parts[i++].rows / kPanel)) {
+            const int64_t panels = (parts[i].rows + kPanel - 1) / kPanel;
+            team.run([&](int tid) {
+                team.for_each(tid, panels, [&](int64_t p) { pack_panel(s, int(panel), parts[i], in_features, int(p)); });
+            });
+        }
+        weight->memory_.push_back(std::move(owner));
+        weight->segments.push_back(s);
+        weight->out_features += s.rows;
+        weight->num_bytes += s.stride * size_t(s.panels);
+    }
+    return weight;
+}
+
+}  // namespace headrace

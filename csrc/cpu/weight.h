@@ -1,0 +1,58 @@
+// Packed matrices and how file formats become panels.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "kernels/table.h"
+#include "team.h"
+
+namespace headrace {
+
+// Rows of one format: panels of 16, the last one padded with zeros.
+struct Segment {
+    Format format;
+    bool wide_scales;
+    int first_row;
+    int rows;
+    int panels;
+    size_t stride;
+    uint8_t* data;
+};
+
+// One tensor as it lies in a file.
+struct SourceTensor {
+    std::string format;  // F32, F16, BF16, Q8_0, Q4_0, Q4_1
+    int rows;
+    const uint8_t* data;
+    size_t row_bytes;
+};
+
+class Weight {
+public:
+    int out_features = 0;
+    int in_features = 0;
+    size_t num_bytes = 0;
+    std::vector<Segment> segments;
+
+    // Integer products are possible: every part is quantised.
+    bool quantized() const;
+    std::string format() const;
+
+private:
+    friend std::shared_ptr<Weight> pack_weight(Team&, const std::vector<SourceTensor>&, int, const std::string&, bool);
+    std::vector<std::shared_ptr<void>> memory_;
+};
+
+// Packs `parts`, joined by rows, in parallel. `quantize` is "", "int8" or "int4" and applies to float parts. Neighbours of one
+// format become one segment unless `apart`. Throws std::invalid_argument for an unknown format.
+std::shared_ptr<Weight> pack_weight(Team& team, const std::vector<SourceTensor>& parts, int in_features,
+                                    const std::string& quantize, bool apart);
+
+// Whether `pack_weight` takes this file format.
+bool is_packable(const std::string& format);
+
+}  // namespace headrace

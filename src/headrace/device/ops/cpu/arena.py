@@ -1,0 +1,51 @@
+"""Memory of activations: buffers come back by themselves when the last tensor over them is gone.
+
+A large tensor from the system's allocator costs a page fault per 4 KiB each time; here the same few buffers go round. While
+a plan is captured, an arena of its own hands out buffers of the largest size, so that their lifetimes in the captured code
+decide which ops share memory.
+"""
+
+from __future__ import annotations
+
+import weakref
+
+import numpy as np
+import torch
+
+_ALIGNMENT = 64
+_MAX_IDLE_BYTES = 64 << 20
+
+
+class Arena:
+    """Free buffers by size. Buffers that nobody uses are kept up to a limit."""
+
+    def __init__(self, max_idle_bytes: int = _MAX_IDLE_BYTES) -> None:
+        self._free: dict[int, list[np.ndarray]] = {}
+        self._idle_bytes = 0
+        self._max_idle_bytes = max_idle_bytes
+
+    def take(self, rows: int, width: int) -> torch.Tensor:
+        """An uninitialised float32 tensor ``[rows, width]``, aligned to a cache line."""
+        size = _size_class(rows * width * 4)
+        free = self._free.get(size)
+        if free:
+            raw = free.pop()
+            self._idle_bytes -= size
+        else:
+            raw = np.empty(size + _ALIGNMENT, dtype=np.uint8)
+        start = -raw.ctypes.data % _ALIGNMENT
+        lent = raw[start : start + rows * width * 4].view(np.float32).reshape(rows, width)
+        weakref.finalize(lent, self._give_back, size, raw).atexit = False
+        return torch.from_numpy(lent)
+
+    def _give_back(self, size: int, raw: np.ndarray) -> None:
+        if self._idle_bytes + size <= self._max_idle_bytes:
+            self._free.setdefault(size, []).append(raw)
+            self._idle_bytes += size
+
+
+def _size_class(num_bytes: int) -> int:
+    """Sizes in steps of an eighth of their power of two: little waste, few classes."""
+    num_bytes = max(num_bytes, 4096)
+    step = 1 << max(0, num_bytes.bit_length() - 4)
+    return -(-num_bytes // step) * step

@@ -1,0 +1,194 @@
+"""The native operators: `Ops` over the kernels of ``csrc/cpu``.
+
+Each method checks shapes (in the binding), takes a buffer for the result and makes an op. Without a capture the op runs at
+once; during one it is recorded and nothing is computed. Results depend on `docs/numerics.md` alone: not on the instruction
+set, the number of threads, the batch, or whether a plan replays them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+import torch
+
+from headrace.base.errors import ConfigError
+from headrace.device.attention.metadata import AttentionMetadata, LayerCache
+from headrace.device.ops.cpu import _native
+from headrace.device.ops.cpu.arena import Arena
+from headrace.device.ops.cpu.recorder import Recorder
+from headrace.device.ops.interface import Activation, AttentionShape, Weight, WeightRole
+from headrace.device.quantization.raw_tensor import RawTensor
+
+Activations = Literal["exact", "int8"]
+
+
+def available_isas() -> list[str]:
+    """Instruction sets that were compiled in and that this CPU has, the best first."""
+    return _native.isas()
+
+
+class NativeOps:
+    """See the module.
+
+    Args:
+        num_threads: threads of the team, the calling one included.
+        activations: how quantised weights are multiplied; float weights are always multiplied exactly.
+        isa: instruction set; the best one by default.
+        quantization: turn float matrices into this format when they are packed.
+
+    Raises:
+        ConfigError: the instruction set is not available.
+    """
+
+    name = "native"
+
+    def __init__(
+        self,
+        num_threads: int,
+        activations: Activations = "int8",
+        isa: str | None = None,
+        quantization: Literal["int8", "int4"] | None = None,
+    ) -> None:
+        try:
+            self.team = _native.Team(num_threads, isa or "")
+        except ValueError as error:
+            raise ConfigError(f"HEADRACE_ISA: {error}") from None
+        self._exact = activations == "exact"
+        self._quantization = quantization or ""
+        self._arena = Arena()
+        self._recorder: Recorder | None = None
+        self._step: tuple[AttentionMetadata, _native.StepView] | None = None
+
+    @property
+    def isa(self) -> str:
+        """The instruction set in use."""
+        return self.team.isa
+
+    def set_recorder(self, recorder: Recorder | None) -> None:
+        """Record ops instead of running them, until called with ``None``."""
+        self._recorder = recorder
+
+    def pack_weight(self, parts: Sequence[RawTensor], role: WeightRole) -> Weight:
+        width = parts[0].shape[1]
+        sources = [_source(part) for part in parts]
+        # Float embeddings stay as they are: a row is read, not multiplied.
+        quantize = self._quantization if role != "embedding" else ""
+        return _native.pack(self.team, sources, width, quantize, apart=role == "gate_up")
+
+    def embedding(self, ids: torch.Tensor, table: Weight, scale: float = 1.0) -> torch.Tensor:
+        out = self._take(len(ids), table.in_features)
+        self._run(_native.embedding(ids, table, scale, out), len(ids))
+        return out
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        out = self._like(x)
+        self._run(_native.norm(x, None, weight, eps, out, None, self._rows(x)), len(x))
+        return out
+
+    def add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        out = self._like(x)
+        self._run(_native.norm(x, residual, weight, eps, out, residual, self._rows(x)), len(x))
+        return out, residual
+
+    def add(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        self._run(_native.add(x, y, x, self._rows(x)), len(x))
+        return x
+
+    def linear(self, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return self._linear(x, weight, bias, 0.0)
+
+    def gated_linear(self, x: torch.Tensor, gate_up: Weight, activation: Activation) -> torch.Tensor:
+        out = self._take(len(x), gate_up.out_features // 2, x)
+        self._run(_native.gated(x, gate_up, activation, self._exact, out, self._rows(x)), len(x))
+        return out
+
+    def rotate_and_store(
+        self,
+        qkv: torch.Tensor,
+        positions: torch.Tensor,
+        cos_sin: torch.Tensor,
+        shape: AttentionShape,
+        meta: AttentionMetadata,
+        cache: LayerCache,
+        qk_norm: tuple[torch.Tensor, torch.Tensor, float] | None = None,
+    ) -> torch.Tensor:
+        out = self._take(len(qkv), shape.num_heads * shape.head_dim)
+        q_norm, k_norm, eps = qk_norm or (None, None, 0.0)
+        view = _native.cache(cache.key, cache.value, cache.scales)
+        step = self._step_view(meta)
+        op = _native.rope(qkv, positions, cos_sin, shape.num_heads, step, view, q_norm, k_norm, eps, out)
+        self._run(op, len(qkv), meta.num_reqs)
+        return out
+
+    def attention(
+        self, q: torch.Tensor, shape: AttentionShape, meta: AttentionMetadata, cache: LayerCache
+    ) -> torch.Tensor:
+        out = self._like(q)
+        view = _native.cache(cache.key, cache.value, cache.scales)
+        op = _native.attention(
+            q,
+            shape.num_heads,
+            shape.scale,
+            shape.window,
+            shape.chunk,
+            shape.softcap,
+            shape.sinks,
+            self._step_view(meta),
+            view,
+            out,
+        )
+        self._run(op, len(q), meta.num_reqs)
+        return out
+
+    def gather_rows(self, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        if self._recorder is not None:
+            out = self._recorder.take_logit_rows(len(rows), x.shape[1])
+        else:
+            out = self._arena.take(len(rows), x.shape[1])
+        self._run(_native.gather(x, rows, out), len(x), num_logit_rows=len(rows))
+        return out
+
+    def logits(self, x: torch.Tensor, head: Weight, softcap: float = 0.0) -> torch.Tensor:
+        return self._linear(x, head, None, softcap)
+
+    def _linear(self, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None, softcap: float) -> torch.Tensor:
+        out = self._take(len(x), weight.out_features, x)
+        op = _native.linear(x, weight, bias, softcap, self._exact, out, self._rows(x))
+        self._run(op, len(x))
+        return out
+
+    def _step_view(self, meta: AttentionMetadata) -> _native.StepView:
+        """The binding's form of a step's metadata; all layers of a group share one object."""
+        if self._step is None or self._step[0] is not meta:
+            view = _native.step(meta.query_start_loc, meta.seq_lens, meta.block_table, meta.slot_mapping)
+            self._step = (meta, view)
+        return self._step[1]
+
+    def _rows(self, x: torch.Tensor) -> _native.Rows:
+        return _native.Rows.TOKENS if self._recorder is None else self._recorder.rows_of(x)
+
+    def _like(self, x: torch.Tensor) -> torch.Tensor:
+        return self._take(len(x), x.shape[1], x)
+
+    def _take(self, rows: int, width: int, like: torch.Tensor | None = None) -> torch.Tensor:
+        """A buffer for ``rows`` rows of the kind of ``like``."""
+        if self._recorder is None:
+            return self._arena.take(rows, width)
+        return self._recorder.take(rows, width, like)
+
+    def _run(self, op: _native.Op, rows: int, num_reqs: int = 0, num_logit_rows: int = 0) -> None:
+        if self._recorder is not None:
+            self._recorder.append(op)
+        else:
+            self.team.run(op, rows, num_reqs, num_logit_rows)
+
+
+def _source(part: RawTensor) -> tuple[str, np.ndarray]:
+    """What the packer takes: the file's bytes where it knows their format, floats otherwise."""
+    if _native.is_packable(part.format.name):
+        return part.format.name, np.ascontiguousarray(part.data)
+    return "F32", part.dequantize().view(np.uint8)
