@@ -9,10 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.device.families import make_hf_model, save_hf_model
-from tests.device.models import BLOCK_SIZE, make_config
-from tests.device.models import Driver as ModelDriver
-from tests.runner.driver import Driver, Job
 
 from headrace.base.errors import ConfigError, ModelFileError, RequestFailedError
 from headrace.base.progress import ProgressWord
@@ -23,6 +19,10 @@ from headrace.executor.uniproc import UniprocExecutor, make_executor
 from headrace.messages.requests import AddLora, Reload, Sleep, Wake
 from headrace.messages.runner_output import ModelRunnerOutput
 from headrace.messages.scheduler_output import SchedulerOutput
+from tests.device.families import make_hf_model, save_hf_model
+from tests.device.models import BLOCK_SIZE, make_config
+from tests.device.models import Driver as ModelDriver
+from tests.runner.driver import Driver, Job
 
 PROMPT = torch.randint(3, 96, (21,), generator=torch.Generator().manual_seed(4)).tolist()
 SCHEDULER = SchedulerSection(max_num_seqs=4, max_num_batched_tokens=64)

@@ -8,7 +8,6 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from tests.runner.driver import Driver, Job
 
 from headrace.base.clock import ManualClock
 from headrace.device.runner.faults import InjectedFaultError
@@ -17,6 +16,7 @@ from headrace.device.runner.hooks import NullBatchSync, NullConnector, RunnerHoo
 from headrace.device.runner.model_runner import ModelRunner
 from headrace.messages.runner_output import ConnectorOutput, ModelRunnerOutput
 from headrace.messages.scheduler_output import CachedRequests, GrammarOutput, KVActions, SchedulerOutput
+from tests.runner.driver import Driver, Job
 
 VOCAB = 97
 Logits = Callable[[list[int]], np.ndarray]

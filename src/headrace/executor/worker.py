@@ -20,6 +20,7 @@ from headrace.base.logging import get_logger
 from headrace.base.progress import ProgressWord
 from headrace.config.sections import EngineConfig
 from headrace.config.units import format_size
+from headrace.device.distributed.groups import ParallelGroups
 from headrace.device.loading.loader import LoadedModel, load_model
 from headrace.device.ops.registry import make_ops
 from headrace.device.platform.cpu import CpuPlatform
@@ -43,10 +44,14 @@ class Worker:
         config: resolved configuration.
         progress: moved by every layer and once per loaded tensor.
         clock: for times of start-up and of steps.
+        parallel: the groups of this rank; alone by default.
     """
 
-    def __init__(self, config: EngineConfig, progress: ProgressWord, clock: Clock) -> None:
+    def __init__(
+        self, config: EngineConfig, progress: ProgressWord, clock: Clock, parallel: ParallelGroups | None = None
+    ) -> None:
         self._config = config
+        self._parallel = parallel
         self._progress = progress
         self._clock = clock
         self._loaded: LoadedModel | None = None
@@ -139,7 +144,7 @@ class Worker:
     def _load_model(self) -> LoadedModel:
         bar = _LoadingBar(self._progress)
         try:
-            return load_model(self._config, self._ops, progress=bar.update)
+            return load_model(self._config, self._ops, self._parallel, bar.update)
         finally:
             bar.close()
 
