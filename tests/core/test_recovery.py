@@ -118,9 +118,6 @@ def test_the_search_is_bounded_in_time() -> None:
 
 def test_the_death_of_a_worker_is_not_searched_for_a_culprit() -> None:
     core, executor = make_core(2, faults=FaultPlan(die_at=2))
-    core.add_request(make_request("r", max_tokens=20))
-    core.step()
-    core.step()
     with pytest.raises(EngineDeadError, match="a simulated worker died"):
-        core.step()
+        run(core, [make_request("r", max_tokens=20)])
     assert executor.num_forwards <= 4

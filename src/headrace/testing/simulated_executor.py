@@ -288,6 +288,7 @@ class SimulatedExecutor(Executor):
         except SimulatedFault:
             _spoil(spans)
             raise
+        masks = _masks_by_request(grammar)
         request_ids: list[str] = []
         sampled: list[list[int]] = []
         errors: dict[str, str] = {}
@@ -301,7 +302,7 @@ class SimulatedExecutor(Executor):
                 if span.samples:
                     span.row.write(span.stop, [0])
             else:
-                sampled.append(self._sample_row(span))
+                sampled.append(self._sample_row(span, masks.get(request_id)))
         return ModelRunnerOutput(
             request_ids=request_ids,
             sampled_token_ids=sampled,
@@ -310,15 +311,18 @@ class SimulatedExecutor(Executor):
             stats=StepStats(forward_s=1e-3),
         )
 
-    def _sample_row(self, span: _Span) -> list[int]:
+    def _sample_row(self, span: _Span, mask: int | None) -> list[int]:
         row, sampling = span.row, span.row.request.sampling
         if not span.samples:
             return []
         num_outputs = span.stop - row.request.num_prompt_tokens
         stops = {*row.request.eos_token_ids, *sampling.stop_token_ids}
-        banned = stops if num_outputs < sampling.min_tokens else ()
+        vocab_size = self._config.architecture.vocab_size
+        banned = stops if num_outputs < sampling.min_tokens else set()
+        if mask is not None:
+            banned |= {token_id for token_id in range(vocab_size) if not mask >> token_id & 1}
         running = row.hashes[span.stop - 1] if len(row.hashes) >= span.stop else 1
-        token_id = pick_token(sampling.seed or 0, running ^ span.garbage, self._config.architecture.vocab_size, banned)
+        token_id = pick_token(sampling.seed or 0, running ^ span.garbage, vocab_size, banned)
         row.write(span.stop, [token_id])
         return [token_id]
 
@@ -400,6 +404,15 @@ class SimulatedExecutor(Executor):
             self._clock.advance(seconds)
         elif self._clock is not None:
             time.sleep(seconds)
+
+
+def _masks_by_request(grammar: GrammarOutput | None) -> dict[str, int]:
+    """Bit ``t`` of a request's mask says whether it may sample token ``t``."""
+    if grammar is None:
+        return {}
+    size = 4 * grammar.num_words
+    rows = [grammar.bitmask[i * size : (i + 1) * size] for i in range(len(grammar.request_ids))]
+    return {key: int.from_bytes(row, "little") for key, row in zip(grammar.request_ids, rows, strict=True)}
 
 
 def _spoil(spans: Iterable[_Span]) -> None:
