@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections import deque
 from typing import Any
 
-from tests.control.fake_runner import FakeRunner, make_kv
-
 import msgspec
 
 from headrace.config.sections import SchedulerSection
@@ -16,6 +14,7 @@ from headrace.messages.outputs import EngineCoreOutput, EngineCoreOutputs, Finis
 from headrace.messages.requests import EngineCoreRequest
 from headrace.messages.runner_output import ModelRunnerOutput
 from headrace.messages.scheduler_output import SchedulerOutput
+from tests.control.fake_runner import FakeRunner, make_kv
 
 
 def make_section(**changes: Any) -> SchedulerSection:
@@ -110,7 +109,8 @@ class Driver:
     def turn(self) -> bool:
         """One turn of the loop; ``False`` when nothing could be done."""
         launched = False
-        while len(self.in_flight) < self.depth and self.scheduler.has_ready_work():
+        scheduler = self.scheduler
+        while len(self.in_flight) < self.depth and (scheduler.has_ready_work() or scheduler.has_pending_transfers):
             if not self.launch():
                 break
             launched = True

@@ -347,7 +347,7 @@ def test_too_little_memory_names_what_is_needed() -> None:
 
 
 def test_plan_refuses_what_it_cannot_serve() -> None:
-    with pytest.raises(ConfigError, match="layer 1.*mamba"):
+    with pytest.raises(ConfigError, match=r"layer 1.*mamba"):
         plan_kv_cache([make_spec(), make_spec(KVCacheKind.MAMBA)], 1 << 20, 64, BLOCK)
     with pytest.raises(ConfigError, match="block size"):
         plan_kv_cache([make_spec(block_size=8)], 1 << 20, 64, BLOCK)
@@ -383,7 +383,7 @@ def operate(seed: int, count: int, config: KVCacheConfig, check_every: int) -> N
     for number in range(count):
         action = random.random()
         if action < 0.3 and len(live) < 12:
-            text = random.choice(texts)[: random.randrange(1, 50)] + [random.randrange(50)]
+            text = [*random.choice(texts)[: random.randrange(1, 50)], random.randrange(50)]
             holder = Holder(f"r{number}", text, takes_hits=random.random() < 0.9)
             hit = manager.get_computed_blocks(holder)
             free, external = manager.pool.num_free, random.choice([0, 0, 3])

@@ -5,13 +5,13 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from tests.control.driver import Driver
-from tests.control.fake_runner import BLOCK, expected_tokens, make_kv, make_request, make_spec
 
 from headrace.base.errors import InvalidRequestError
 from headrace.control.scheduler.request import RequestStatus
 from headrace.messages.kv_cache import KVCacheKind
 from headrace.messages.outputs import FinishReason
+from tests.control.driver import Driver
+from tests.control.fake_runner import BLOCK, expected_tokens, make_kv, make_request, make_spec
 
 DEPTHS = pytest.mark.parametrize("depth", [1, 2, 3])
 
