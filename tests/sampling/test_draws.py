@@ -76,7 +76,9 @@ def test_skipping_losers_changes_no_draw(spread: float) -> None:
         x[rng.random(5000) < 0.2] = -np.inf
         x -= x.max()
         scores = x.astype(np.float64) + make_noise(hash_tokens(make_key(11, position), ids))
-        assert draw_token(x, ids, 11, position) == int(scores.argmax())
+        assert draw_token(x, ids, 11, position) == draw_token(x, None, 11, position) == int(scores.argmax())
+        some = np.flatnonzero(x > -4)
+        assert draw_token(x, some, 11, position) == some[scores[some].argmax()]
 
 
 @pytest.mark.parametrize("vocab", [3, 64, 65, 1000, 5003])
@@ -94,7 +96,7 @@ def test_filters_equal_a_full_sort(vocab: int) -> None:
         top_p = float(rng.choice([1e-9, 0.3, 0.9, 0.99999]))
         weights = np.exp(x[ranked]).astype(np.float64)
         kept = int(np.searchsorted(np.cumsum(weights), top_p * np.exp(x).astype(np.float64).sum())) + 1
-        assert select_top_p(x, np.flatnonzero(x > -np.inf), top_p).tolist() == sorted(ranked[:kept])
+        assert select_top_p(x, top_p).tolist() == sorted(ranked[:kept])
 
 
 def test_no_filter_is_none_and_one_always_survives() -> None:

@@ -14,25 +14,29 @@ _NEAR = 6.0
 _SMALL = 512
 
 
-def draw_token(x: np.ndarray, ids: np.ndarray, seed: int, position: int) -> int:
+def draw_token(x: np.ndarray, ids: np.ndarray | None, seed: int, position: int) -> int:
     """Draw the token for ``position``.
 
     Args:
-        x: float32 ``[V]``, scaled logits.
-        ids: the survivors, ascending, at least one and with finite logits at least for one.
+        x: float32 ``[V]``, scaled logits, at least one survivor's finite.
+        ids: the survivors, ascending; ``None`` means all.
     """
-    values = x[ids]
-    hashes = hash_tokens(make_key(seed, position), ids)
-    if len(ids) <= _SMALL:
-        return int(ids[np.argmax(values.astype(np.float64) + make_noise(hashes))])
+    values = x if ids is None else x[ids]
+    hashes = hash_tokens(make_key(seed, position), np.arange(len(x), dtype=np.uint32) if ids is None else ids)
+    contenders = np.arange(len(values)) if len(values) <= _SMALL else _find_contenders(values, hashes)
+    scores = values[contenders].astype(np.float64) + make_noise(hashes[contenders])
+    best = int(contenders[np.argmax(scores)])
+    return best if ids is None else int(ids[best])
+
+
+def _find_contenders(values: np.ndarray, hashes: np.ndarray) -> np.ndarray:
+    """Ascending places that may win: those near the largest value, and those whose hash makes much noise."""
     bound = float(values.max()) - _NEAR
     near = values >= bound
-    contenders = np.flatnonzero(near)
-    best = float(np.max(values[contenders].astype(np.float64) + make_noise(hashes[contenders])))
+    places = np.flatnonzero(near)
+    best = float(np.max(values[places].astype(np.float64) + make_noise(hashes[places])))
     # A token outside ``near`` needs more noise than this to reach the best score found so far.
     needed = best - bound
-    if needed <= NOISE_MAX:
-        lucky = hashes >= min_hash_for(needed)
-        contenders = np.flatnonzero(near | lucky)
-    scores = values[contenders].astype(np.float64) + make_noise(hashes[contenders])
-    return int(ids[contenders[np.argmax(scores)]])
+    if needed > NOISE_MAX:
+        return places
+    return np.flatnonzero(near | (hashes >= min_hash_for(needed)))

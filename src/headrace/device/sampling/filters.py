@@ -41,23 +41,20 @@ def _lower_bound(x: np.ndarray, k: int) -> float:
     return float(np.partition(maxima, width - k)[width - k])
 
 
-def select_top_p(x: np.ndarray, ids: np.ndarray, top_p: float) -> np.ndarray:
-    """Of ``ids`` (ascending), the shortest best-first prefix whose probability reaches ``top_p``; ascending again.
+def select_top_p(values: np.ndarray, top_p: float) -> np.ndarray:
+    """Indices, ascending, of the shortest best-first prefix of ``values`` whose probability reaches ``top_p``.
 
-    Probabilities are those among ``ids``. At least one id survives.
+    Probabilities are those among ``values``. At least one index survives, and none whose value is ``-inf``.
     """
-    values = x[ids]
-    weights = np.exp(values - values.max()).astype(np.float64)
-    target = top_p * float(weights.sum())
+    weights = np.exp(values - values.max())
+    target = top_p * float(weights.sum(dtype=np.float64))
     size = _FIRST_GUESS
     while True:
-        size = min(size, len(ids))
-        best = top_k_ids(values, size) if size < len(ids) else np.argsort(-values, kind="stable")
-        mass = np.cumsum(weights[best])
-        if mass[-1] >= target or size == len(ids):
+        best = top_k_ids(values, min(size, len(values)))
+        mass = np.cumsum(weights[best], dtype=np.float64)
+        if mass[-1] >= target or len(best) < size:
             keep = int(np.searchsorted(mass, target, side="left")) + 1
-            kept: np.ndarray = ids[np.sort(best[:keep])]
-            return kept
+            return np.sort(best[:keep])
         size *= 8
 
 
@@ -67,15 +64,15 @@ def surviving_ids(x: np.ndarray, min_p: float, top_k: int, top_p: float) -> np.n
     min_p keeps tokens with at least ``min_p`` times the best token's probability; top_k and top_p follow in this order,
     each on what the one before has left. A filter that is off is skipped.
     """
-    limit_k = 0 < top_k < len(x)
-    if min_p <= 0 and not limit_k and top_p >= 1:
-        return None
-    if limit_k:
+    ids: np.ndarray | None = None
+    if 0 < top_k < len(x):
         # The tokens that min_p keeps are the best ones, so taking the top k first leaves the same set.
         ids = select_top_k(x, top_k)
-    else:
-        ids = np.flatnonzero(x > -np.inf)
     if min_p > 0:
-        values = x[ids]
-        ids = ids[values >= values.max() + np.float32(np.log(min_p))]
-    return ids if top_p >= 1 else select_top_p(x, ids, top_p)
+        values = x if ids is None else x[ids]
+        kept = np.flatnonzero(values >= values.max() + np.float32(np.log(min_p)))
+        ids = kept if ids is None else ids[kept]
+    if top_p < 1:
+        kept = select_top_p(x if ids is None else x[ids], top_p)
+        ids = kept if ids is None else ids[kept]
+    return ids

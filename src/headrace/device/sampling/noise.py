@@ -56,22 +56,28 @@ def make_key(seed: int, position: int) -> tuple[np.uint32, np.uint32]:
     return np.uint32(key & 0xFFFFFFFF), np.uint32(key >> 32)
 
 
-def _mix32(h: np.ndarray) -> np.ndarray:
+def _mix32(h: np.ndarray, scratch: np.ndarray) -> None:
     """In place."""
-    h ^= h >> np.uint32(16)
+    np.right_shift(h, np.uint32(16), out=scratch)
+    h ^= scratch
     h *= np.uint32(0x85EBCA6B)
-    h ^= h >> np.uint32(13)
+    np.right_shift(h, np.uint32(13), out=scratch)
+    h ^= scratch
     h *= np.uint32(0xC2B2AE35)
-    h ^= h >> np.uint32(16)
-    return h
+    np.right_shift(h, np.uint32(16), out=scratch)
+    h ^= scratch
 
 
 def hash_tokens(key: tuple[np.uint32, np.uint32], token_ids: np.ndarray) -> np.ndarray:
     """uint32 hash per token id."""
     low, high = key
-    h = _mix32(token_ids.astype(np.uint32) ^ low)
+    h = token_ids.astype(np.uint32)
+    scratch = np.empty_like(h)
+    h ^= low
+    _mix32(h, scratch)
     h ^= high
-    return _mix32(h)
+    _mix32(h, scratch)
+    return h
 
 
 def _log(x: np.ndarray) -> np.ndarray:

@@ -70,7 +70,6 @@ class Sampler:
         self._rows = rows
         self._token_ids = token_ids
         self._num_prompt = num_prompt
-        self._all_ids = np.arange(rows.vocab_size)
         self._scratch = np.empty(rows.vocab_size, dtype=np.float32)
 
     def sample(self, logits: np.ndarray, meta: SamplingMetadata) -> SamplerOutput:
@@ -151,4 +150,4 @@ class Sampler:
         x -= peak
         x /= rows.temperature[index]
         ids = surviving_ids(x, float(rows.min_p[index]), int(rows.top_k[index]), float(rows.top_p[index]))
-        return draw_token(x, self._all_ids if ids is None else ids, int(rows.seed[index]), position)
+        return draw_token(x, ids, int(rows.seed[index]), position)
