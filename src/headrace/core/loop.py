@@ -14,6 +14,7 @@ from collections.abc import Callable
 from queue import Empty, Queue
 from typing import TYPE_CHECKING
 
+from headrace.base.errors import EngineDeadError
 from headrace.base.progress import ProgressWord
 from headrace.messages.outputs import EngineCoreOutputs
 from headrace.messages.requests import Abort, EngineCoreRequest, ToCore
@@ -37,7 +38,7 @@ class Inbox:
 
     def __init__(self, core: EngineCore) -> None:
         self._core = core
-        self._queue: Queue[tuple[int, ToCore]] = Queue(INBOX_LIMIT)
+        self._queue: Queue[tuple[int, ToCore] | EngineDeadError] = Queue(INBOX_LIMIT)
 
     @property
     def full(self) -> bool:
@@ -50,13 +51,20 @@ class Inbox:
             self._core.abort_soon(message.request_ids)
         self._queue.put((client_index, message))
 
+    def fail(self, cause: str) -> None:
+        """Nothing more can come in: whoever takes next gets `EngineDeadError`."""
+        self._queue.put(EngineDeadError(cause))
+
     def take(self, timeout_s: float) -> list[tuple[int, ToCore]]:
         """All that has come in, after waiting up to ``timeout_s`` for the first message."""
         messages: list[tuple[int, ToCore]] = []
         try:
-            messages.append(self._queue.get(block=timeout_s > 0, timeout=timeout_s or None))
+            item = self._queue.get(block=timeout_s > 0, timeout=timeout_s or None)
             while True:
-                messages.append(self._queue.get_nowait())
+                if isinstance(item, EngineDeadError):
+                    raise item
+                messages.append(item)
+                item = self._queue.get_nowait()
         except Empty:
             return messages
 

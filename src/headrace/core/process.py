@@ -17,10 +17,12 @@ import os
 import signal
 import sys
 import threading
-from queue import Queue
+from queue import Full, Queue
 
+import msgspec
 import zmq
 
+from headrace.base.errors import EngineDeadError
 from headrace.base.logging import get_logger, setup_logging
 from headrace.base.progress import ProgressWord
 from headrace.core.build import as_failure, build_core, describe_cause
@@ -40,7 +42,8 @@ from headrace.messages.outputs import EngineCoreOutputs, FromCore
 logger = get_logger(__name__)
 
 START_TIMEOUT_MS = 30_000
-SEND_TIMEOUT_MS = 30_000
+SEND_TIMEOUT_S = 600.0
+CLOSE_TIMEOUT_S = 5.0
 OUTBOX_LIMIT = 1024
 _PR_SET_PDEATHSIG = 1
 
@@ -61,7 +64,6 @@ class _Sockets:
         self.input = self._connect(zmq.PULL, input_address(folder))
         self.output = self._connect(zmq.PUSH, output_address(folder))
         self.input.RCVTIMEO = START_TIMEOUT_MS
-        self.output.SNDTIMEO = SEND_TIMEOUT_MS
         self._to_core = to_core_codec()
         self._from_core = from_core_codec()
         self._reading = False
@@ -96,6 +98,9 @@ class _Sockets:
             except zmq.ContextTerminated:
                 self.input.close()
                 return
+            except msgspec.DecodeError as error:
+                inbox.fail(f"a message to the core could not be read: {error}")
+                return
             assert not isinstance(message, CoreStart)
             inbox.put(0, message)
 
@@ -124,30 +129,43 @@ class _Outbox:
     def put(self, client_index: int, outputs: EngineCoreOutputs) -> None:
         """Queue a message; blocks while the client reads too slowly."""
         assert client_index == 0, client_index
-        self._queue.put(outputs, timeout=SEND_TIMEOUT_MS / 1000)
+        try:
+            self._queue.put(outputs, timeout=SEND_TIMEOUT_S)
+        except Full:
+            raise EngineDeadError(f"the server has read nothing for {SEND_TIMEOUT_S:.0f} s") from None
 
-    def close(self) -> None:
-        """Send what is queued and hand the socket back."""
-        self._queue.put(None, timeout=SEND_TIMEOUT_MS / 1000)
-        self._thread.join(SEND_TIMEOUT_MS / 1000)
+    def close(self) -> bool:
+        """Send what is queued and hand the socket back; ``False`` when the client does not read."""
+        try:
+            self._queue.put(None, timeout=CLOSE_TIMEOUT_S)
+        except Full:
+            return False
+        self._thread.join(CLOSE_TIMEOUT_S)
+        return not self._thread.is_alive()
 
     def _run(self) -> None:
         while (outputs := self._queue.get()) is not None:
             self._sockets.send(outputs)
 
 
-def serve(core: EngineCore, sockets: _Sockets, progress: ProgressWord) -> None:
-    """Say that the core is ready and run it until it is stopped or beyond help."""
+def serve(core: EngineCore, sockets: _Sockets, progress: ProgressWord) -> EngineCoreOutputs | None:
+    """Say that the core is ready and run it until it ends; returns its last words, should it have any to say."""
     sockets.send(core.ready)
     inbox, outbox = Inbox(core), _Outbox(sockets)
     sockets.read_into(inbox)
     gc.collect()
     gc.freeze()
+    last_words = None
     try:
         CoreLoop(core, inbox, outbox.put, progress).run()
-    finally:
-        core.shutdown()
-        outbox.close()
+    except Exception as error:
+        logger.exception("the engine core failed")
+        last_words = EngineCoreOutputs(dead=describe_cause(error))
+    core.shutdown()
+    if not outbox.close():
+        # The socket still belongs to the output thread and nobody reads: there is no one to tell.
+        os._exit(1)
+    return last_words
 
 
 def main(folder: str, parent_pid: int) -> int:
@@ -166,14 +184,9 @@ def main(folder: str, parent_pid: int) -> int:
         logger.debug("the engine core cannot start", exc_info=True)
         sockets.close(as_failure(error))
         return 1
-    try:
-        serve(core, sockets, progress)
-    except Exception as error:
-        logger.exception("the engine core failed")
-        sockets.close(EngineCoreOutputs(dead=describe_cause(error)))
-        return 1
-    sockets.close()
-    return 0
+    last_words = serve(core, sockets, progress)
+    sockets.close(last_words)
+    return 0 if last_words is None else 1
 
 
 if __name__ == "__main__":

@@ -52,6 +52,8 @@ logger = get_logger(__name__)
 
 START_TIMEOUT_S = 1800.0
 STOP_GRACE_S = 5.0
+SEND_TIMEOUT_S = 60.0
+CROWDED_S = 0.002
 MAILBOX_LIMIT = 1024
 
 
@@ -76,9 +78,9 @@ class ProcessClient(EngineCoreClient):
         self._start_timeout_s = start_timeout_s
         self._folder = tempfile.mkdtemp(prefix="headrace-")
         self._progress = ProgressWord(shared=True, folder=self._folder)
-        self._context = zmq.asyncio.Context()
+        self._context = zmq.Context()
         self._input = self._bind(zmq.PUSH, input_address(self._folder))
-        self._output = self._bind(zmq.PULL, output_address(self._folder))
+        self._output = zmq.asyncio.Socket(self._bind(zmq.PULL, output_address(self._folder)))
         self._to_core = to_core_codec()
         self._from_core = from_core_codec()
         assert self._progress.name is not None
@@ -91,6 +93,7 @@ class ProcessClient(EngineCoreClient):
         self._process = subprocess.Popen(
             [
                 sys.executable,
+                "-P",
                 "-m",
                 "headrace.core.process",
                 self._folder,
@@ -119,8 +122,12 @@ class ProcessClient(EngineCoreClient):
         """
         try:
             self._tasks.append(asyncio.create_task(self._watch(), name="core-watch"))
-            await self._send(self._start_message)
-            message = await self._first_message()
+            async with asyncio.timeout(self._start_timeout_s):
+                await self._send(self._start_message)
+                message = await self._first_message()
+        except TimeoutError:
+            await self._kill()
+            raise EngineDeadError(f"the engine core was not ready after {self._start_timeout_s:.1f} s") from None
         except BaseException:
             await self._kill()
             raise
@@ -191,7 +198,7 @@ class ProcessClient(EngineCoreClient):
         self._progress.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _bind(self, kind: int, address: str) -> zmq.asyncio.Socket:
+    def _bind(self, kind: int, address: str) -> zmq.Socket[bytes]:
         socket = self._context.socket(kind)
         socket.set_hwm(HIGH_WATER)
         socket.linger = 0
@@ -199,29 +206,34 @@ class ProcessClient(EngineCoreClient):
         return socket
 
     async def _send(self, message: ToCore | CoreStart) -> None:
-        await self._input.send(self._to_core.encode(message))
+        """Hand a message to the socket; waits while it is full or the core is not connected yet."""
+        data = self._to_core.encode(message)
+        async with asyncio.timeout(None if isinstance(message, CoreStart) else SEND_TIMEOUT_S):
+            while True:
+                try:
+                    self._input.send(data, zmq.NOBLOCK)
+                    return
+                except zmq.Again:
+                    if self._exited.is_set():
+                        # Why it died is said by whoever waits for its messages.
+                        return
+                    await asyncio.sleep(CROWDED_S)
 
     async def _receive(self) -> FromCore:
         return self._from_core.decode(await self._output.recv())
 
     async def _first_message(self) -> CoreReady:
-        """The core's answer to its start, or its death, or a time-out; whichever comes first."""
+        """The core's answer to its start, or its death, whichever comes first."""
         receiving = asyncio.ensure_future(self._receive())
         exiting = asyncio.ensure_future(self._exited.wait())
         try:
-            await asyncio.wait(
-                {receiving, exiting},
-                timeout=self._start_timeout_s,
-                return_when=asyncio.FIRST_COMPLETED,
-            )
-            if not receiving.done() and exiting.done():
+            await asyncio.wait({receiving, exiting}, return_when=asyncio.FIRST_COMPLETED)
+            if not receiving.done():
                 # Its last words may still be in the pipe.
                 await asyncio.wait({receiving}, timeout=0.2)
             if receiving.done():
                 return _unwrap(receiving.result())
-            if exiting.done():
-                raise EngineDeadError(f"the engine core {self._how_it_ended()} while starting")
-            raise EngineDeadError(f"the engine core was not ready after {self._start_timeout_s:.0f} s")
+            raise EngineDeadError(f"the engine core {self._how_it_ended()} while starting")
         finally:
             for future in (receiving, exiting):
                 future.cancel()
