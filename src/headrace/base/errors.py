@@ -3,7 +3,7 @@
 Owns the distinction that every border needs: who is at fault, and what may be shown to a client. It knows
 nothing of HTTP; ``entrypoints`` maps a family to a status code.
 
-- `InvalidRequestError`: the caller's fault (a 4xx). It is a ``ValueError`` so that users of ``LLM`` can catch it as one.
+- `InvalidRequestError`: the caller's fault (a 4xx). It is a ``ValueError``, so users of ``LLM`` can catch it as one.
 - `ConfigError`, `ModelFileError`: the operator's fault, found at start-up. The message names the remedy.
 - `EngineDeadError`: the engine is gone; every stream ends with it. The message carries the root cause.
 - `RequestFailedError`: one request failed inside the engine (a 5xx for that request alone).
@@ -31,12 +31,16 @@ class InvalidRequestError(HeadraceError, ValueError):
 
 
 class QueueFullError(HeadraceError):
-    """The engine takes no more work now; retry after ``retry_after_s`` seconds (a 429)."""
+    """The engine takes no more work now; retry after ``retry_after_s`` seconds (a 429).
 
-    def __init__(self, message: str, *, retry_after_s: float) -> None:
+    ``limit`` names the setting that was reached.
+    """
+
+    def __init__(self, message: str, *, retry_after_s: float, limit: str = "") -> None:
         super().__init__(message)
         self.message = message
         self.retry_after_s = retry_after_s
+        self.limit = limit
 
 
 class NotAcceptingError(HeadraceError):

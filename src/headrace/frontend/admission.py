@@ -60,4 +60,4 @@ class Admission:
 
     def _full(self, limit: str, excess: int) -> QueueFullError:
         wait = min(max(1.0, excess * self._mean_gap_s), _LONGEST_WAIT_S)
-        return QueueFullError(f"the engine is busy: its queue has reached {limit}", retry_after_s=wait)
+        return QueueFullError(f"the engine is busy: its queue has reached {limit}", retry_after_s=wait, limit=limit)

@@ -18,7 +18,7 @@ import functools
 import secrets
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Any, TypedDict, TypeVar, Unpack
 
 from headrace.base.clock import Clock, SystemClock
 from headrace.base.errors import EngineDeadError, InvalidRequestError, NotAcceptingError, QueueFullError
@@ -48,6 +48,21 @@ INLINE_CHARS = 2048
 
 HUNG_AFTER_S = 5.0
 _WATCH_INTERVAL_S = 0.5
+
+
+class RequestOptions(TypedDict, total=False):
+    """What may go with a request beside its parameters.
+
+    ``priority``: lower runs earlier; needs the priority policy. ``cache_salt`` separates this caller's prefix cache
+    from others'. ``add_special_tokens``: whether text gets the tokenizer's special tokens (default true).
+    ``kv_transfer_params`` are for the KV connector. ``fault`` is a test hook, see `EngineCoreRequest`.
+    """
+
+    priority: int
+    cache_salt: str | None
+    add_special_tokens: bool
+    kv_transfer_params: dict[str, Any] | None
+    fault: dict[str, Any] | None
 
 
 class AsyncLLM:
@@ -140,14 +155,16 @@ class AsyncLLM:
     @property
     def progress_age_s(self) -> float:
         """Seconds for which there was work and the core did not move."""
-        return self._watch.age_s(self._clock.monotonic())
+        now = self._clock.monotonic()
+        self._watch.observe(self.client.progress(), self.num_requests > 0, now)
+        return self._watch.age_s(now)
 
     def check_health(self) -> None:
         """Raise `EngineDeadError` when the core is gone, or has work and has not moved for a while."""
         self._check_alive()
-        if self.progress_age_s > HUNG_AFTER_S:
-            message = f"the engine has work but has not moved for {self.progress_age_s:.0f} s; restart it if this stays"
-            raise EngineDeadError(message)
+        age = self.progress_age_s
+        if age > HUNG_AFTER_S:
+            raise EngineDeadError(f"the engine has work but has not moved for {age:.0f} s; restart it if this stays")
 
     async def drain(self, timeout_s: float) -> bool:
         """Admit nothing more and wait for what runs; returns whether all of it ended in time."""
@@ -182,7 +199,7 @@ class AsyncLLM:
         prompt: Prompt | PromptTokens,
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
-        **options: Any,
+        **options: Unpack[RequestOptions],
     ) -> AsyncIterator[RequestOutput]:
         """Yield the outputs of one request; see `add_requests` for the options and errors.
 
@@ -200,7 +217,7 @@ class AsyncLLM:
         prompt: Prompt | PromptTokens,
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
-        **options: Any,
+        **options: Unpack[RequestOptions],
     ) -> OutputStream:
         """Send one request and return its stream, which the caller must consume or close."""
         return (await self.add_requests([prompt], sampling_params, request_id, **options))[0]
@@ -210,12 +227,7 @@ class AsyncLLM:
         prompts: Sequence[Prompt | PromptTokens],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         request_id: str | None = None,
-        *,
-        priority: int = 0,
-        cache_salt: str | None = None,
-        add_special_tokens: bool = True,
-        kv_transfer_params: dict[str, Any] | None = None,
-        fault: dict[str, Any] | None = None,
+        **options: Unpack[RequestOptions],
     ) -> list[OutputStream]:
         """Send requests, all or none, and return their streams in order; the caller must consume or close each.
 
@@ -223,11 +235,7 @@ class AsyncLLM:
             prompts: text, token ids, their dict forms, or what `tokenize` returned.
             sampling_params: for all, or one per prompt; the model's defaults if ``None``.
             request_id: shown in outputs; need not be unique. Made up if ``None``.
-            priority: lower runs earlier; needs the priority policy.
-            cache_salt: separates this caller's prefix cache from others'.
-            add_special_tokens: whether text gets the tokenizer's special tokens.
-            kv_transfer_params: for the KV connector.
-            fault: test hook, see `EngineCoreRequest`.
+            options: see `RequestOptions`.
 
         Raises:
             InvalidRequestError: one of the requests cannot be done.
@@ -243,18 +251,11 @@ class AsyncLLM:
             self._num_unnamed += 1
             request_id = f"request-{self._num_unnamed}"
         self._check_open(len(prompts), 0)
-        tokens = [await self.tokenize(prompt, add_special_tokens) for prompt in prompts]
+        extras: dict[str, Any] = dict(options)
+        special = extras.pop("add_special_tokens", True)
+        tokens = [await self.tokenize(prompt, special) for prompt in prompts]
         requests = [
-            self.input.make_request(
-                prompt,
-                own,
-                external_id=request_id,
-                arrival=arrival,
-                priority=priority,
-                cache_salt=cache_salt,
-                kv_transfer_params=kv_transfer_params,
-                fault=fault,
-            )
+            self.input.make_request(prompt, own, external_id=request_id, arrival=arrival, **extras)
             for prompt, own in zip(tokens, params, strict=True)
         ]
         num_new = sum(request.sampling.n for request in requests)
@@ -336,7 +337,12 @@ class AsyncLLM:
     def _spawn(self, work: Coroutine[Any, Any, Any]) -> None:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._forget)
+
+    def _forget(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            logger.error("a task of the frontend failed", exc_info=task.exception())
 
     async def _take_outputs(self) -> None:
         try:
@@ -371,8 +377,9 @@ class AsyncLLM:
             self._processor.end(group, FinishReason.ERROR, now, str(error))
 
     async def _watch_progress(self) -> None:
+        """Read the word now and then, so that its age is known whenever somebody asks."""
         while self._dead is None:
-            self._watch.observe(self.client.progress(), self.num_requests > 0, self._clock.monotonic())
+            _ = self.progress_age_s
             await asyncio.sleep(_WATCH_INTERVAL_S)
 
     def _check_alive(self) -> None:
@@ -394,5 +401,5 @@ class AsyncLLM:
         try:
             self._admission.check(state, num_new, num_new_tokens)
         except QueueFullError as error:
-            self._observer.request_rejected(str(error).rsplit(" ", 1)[-1])
+            self._observer.request_rejected(error.limit)
             raise

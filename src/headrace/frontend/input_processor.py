@@ -135,6 +135,7 @@ class InputProcessor:
         validation.check_request_id(external_id)
         validation.check_cache_salt(cache_salt)
         validation.check_priority(priority, limits)
+        validation.check_kv_transfer_params(kv_transfer_params)
         validation.check_sampling(params, num_prompt_tokens, limits)
         eos = () if params.ignore_eos else self.eos_token_ids
         bad_words = self._spell(params.bad_words)

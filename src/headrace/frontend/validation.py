@@ -83,6 +83,12 @@ def check_priority(priority: Any, limits: RequestLimits) -> None:
         raise InvalidRequestError(message, param="priority")
 
 
+def check_kv_transfer_params(value: Any) -> None:
+    """Raise unless what is meant for the KV connector is absent or an object."""
+    if value is not None and not (isinstance(value, dict) and all(isinstance(key, str) for key in value)):
+        raise InvalidRequestError("kv_transfer_params must be an object", param="kv_transfer_params")
+
+
 def check_prompt_chars(num_chars: int, max_chars_per_token: int, limits: RequestLimits) -> None:
     """Raise for a text that no tokenisation can make short enough, before it is tokenised."""
     if num_chars > limits.max_model_len * max_chars_per_token:
@@ -118,6 +124,7 @@ def check_sampling(params: SamplingParams, num_prompt_tokens: int, limits: Reque
     check_token_ids("logit_bias", params.logit_bias or (), limits)
     check_token_ids("allowed_token_ids", params.allowed_token_ids or (), limits)
     _check_count("stop_token_ids", len(params.stop_token_ids), MAX_STOP_TOKENS)
+    _check_count("allowed_token_ids", len(params.allowed_token_ids or ()), limits.vocab_size)
     _check_count("logit_bias", len(params.logit_bias or ()), MAX_BIASED_TOKENS)
     if sum(map(len, params.stop)) > MAX_STOP_CHARS:
         message = f"stop strings must not have more than {MAX_STOP_CHARS} characters together"
