@@ -50,12 +50,10 @@ def _check_steps(state: SchedulerState) -> None:
     ids = [step.step_id for step in state.in_flight]
     assert ids == sorted(set(ids))
     for request in state.requests.values():
-        entries = [
-            (step.step_id, entry) for step in state.in_flight for entry in step.entries if entry.request is request
-        ]
+        entries = [(step.step_id, entry) for step in state.in_flight for entry in step.entries if entry[0] is request]
         assert request.num_in_flight == len(entries), request
         live = [entry for step_id, entry in entries if step_id > request.discard_until]
-        assert request.num_output_placeholders == sum(entry.samples for entry in live), request
-        assert request.num_draft_placeholders == sum(entry.num_drafts for entry in live), request
+        assert request.num_output_placeholders == sum(samples for _, _, _, samples, _ in live), request
+        assert request.num_draft_placeholders == sum(num_drafts for *_, num_drafts in live), request
         if request.status is RequestStatus.PREEMPTED:
             assert request.num_computed_tokens == 0, request

@@ -66,6 +66,7 @@ class Request:
         num_in_flight: steps in flight that contain it.
         last_step: the last step that contained it.
         ended: whether the status is a finished one.
+        streams: runs, and its last output was a plain token: the next one probably is one too.
         discard_until: results of steps up to this one are dropped (the explicit mark).
         needs_row: the runner must get it whole before its next tokens.
         rank: order of arrival.
@@ -104,6 +105,7 @@ class Request:
         "spec_token_ids",
         "status",
         "stop_ids",
+        "streams",
         "token_ids",
         "uses_grammar",
         "wait_reason",
@@ -119,6 +121,7 @@ class Request:
         self.rank = rank
         self.status = RequestStatus.WAITING
         self.ended = False
+        self.streams = False
         self.token_ids = list(prompt)
         self.num_prompt_tokens = len(prompt)
         # A request for 0 tokens is run for its prompt alone; the sampled token is dropped.
@@ -180,6 +183,7 @@ class Request:
         assert status in LEGAL_MOVES[self.status], f"{self.request_id}: {self.status.name} -> {status.name}"
         self.status = status
         self.ended = status in FINISHED
+        self.streams = False
 
     def num_to_compute(self) -> int:
         """Tokens that a step could compute now; never past the last one that can matter."""

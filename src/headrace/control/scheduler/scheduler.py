@@ -3,7 +3,7 @@
 There is no prefill or decode phase: a step grants tokens so that ``num_computed_tokens`` catches up with the tokens
 that there are. `schedule` decides and returns; others act. The scheduler has no clock and does no I/O.
 
-A step: `_running_pass` (most urgent first), then `_waiting_pass` when nobody had to give up blocks, then the record is
+A step: `running_pass` (most urgent first), then `waiting_pass` when nobody had to give up blocks, then the record is
 built, and only then do computed counts advance. Several steps may be in flight; they are committed in order by
 `update_from_output`, or taken back by `rewind`.
 """
@@ -11,7 +11,6 @@ built, and only then do computed counts advance. Several steps may be in flight;
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass, field
 
 from headrace.base.errors import InvalidRequestError
 from headrace.config.sections import SchedulerSection
@@ -20,12 +19,12 @@ from headrace.control.grammar.protocol import Grammar
 from headrace.control.kv_cache.events import EventSink
 from headrace.control.kv_cache.manager import KVCacheManager
 from headrace.control.scheduler import invariants, transfers
-from headrace.control.scheduler.admission import Admission
-from headrace.control.scheduler.budget import StepBudget
-from headrace.control.scheduler.preemption import make_room, preempt, release_held
+from headrace.control.scheduler.passes import ensure_progress, running_pass, waiting_pass
+from headrace.control.scheduler.plan import advance, build_output, make_plan
+from headrace.control.scheduler.preemption import preempt, release_held
 from headrace.control.scheduler.recorder import NullStepRecorder, StepRecorder, WaitReason
 from headrace.control.scheduler.request import Request, RequestStatus
-from headrace.control.scheduler.state import Entry, InFlightStep, SchedulerState
+from headrace.control.scheduler.state import SchedulerState
 from headrace.control.scheduler.update import commit_step
 from headrace.kv_connector.null import NullConnector
 from headrace.kv_connector.protocol import SchedulerConnector
@@ -33,27 +32,7 @@ from headrace.messages.kv_cache import KVCacheConfig
 from headrace.messages.outputs import EngineCoreOutput, EngineCoreOutputs, FinishReason, SchedulerStats
 from headrace.messages.requests import EngineCoreRequest
 from headrace.messages.runner_output import ModelRunnerOutput
-from headrace.messages.scheduler_output import BlockIds, CachedRequests, KVActions, NewRequest, SchedulerOutput
-
-# Beyond a head that does not fit, this many requests are tried in a step: a long queue must not cost a long look.
-_MAX_TRIED_BEHIND_HEAD = 4
-
-# Waits of unknown length, during which others may pass. A preempted request that waits for its own steps in flight is
-# not among them: others would take the blocks that it gave up.
-_STEP_ASIDE = frozenset({WaitReason.GRAMMAR, WaitReason.REMOTE_KVS, WaitReason.EXTERNAL_HIT})
-
-
-@dataclass(slots=True)
-class _Plan:
-    """A step in the making."""
-
-    budget: StepBudget
-    prompt_limit: int
-    defer_prompts: bool
-    entries: list[Entry] = field(default_factory=list)
-    new_block_ids: dict[str, BlockIds] = field(default_factory=dict)
-    num_prompt_tokens: int = 0
-    short_of_blocks: bool = False
+from headrace.messages.scheduler_output import SchedulerOutput
 
 
 class Scheduler:
@@ -89,11 +68,7 @@ class Scheduler:
         )
         self._section = section
         self._pipeline_depth = pipeline_depth
-        self._num_draft_tokens = num_draft_tokens
-        self._max_tokens = min(
-            section.max_num_scheduled_tokens or section.max_num_batched_tokens, section.max_num_batched_tokens
-        )
-        self._watermark_blocks = int(section.watermark * self.kv.pool.num_usable)
+        max_batched = section.max_num_batched_tokens
         self._state = SchedulerState(
             section=section,
             kv=self.kv,
@@ -101,6 +76,9 @@ class Scheduler:
             grammar=grammar if grammar is not None else NullGrammar(),
             recorder=recorder if recorder is not None else NullStepRecorder(),
             max_model_len=max_model_len,
+            num_draft_tokens=num_draft_tokens,
+            max_tokens=min(section.max_num_scheduled_tokens or max_batched, max_batched),
+            watermark_blocks=int(section.watermark * self.kv.pool.num_usable),
         )
 
     # Requests in and out
@@ -126,7 +104,7 @@ class Scheduler:
             max_model_len=state.max_model_len,
             block_size=self.kv.block_size,
         )
-        if not self.kv.fits_alone(request.max_total_tokens + self._num_draft_tokens):
+        if not self.kv.fits_alone(request.max_total_tokens + state.num_draft_tokens):
             raise InvalidRequestError("the request needs more KV blocks than there are", param="prompt")
         state.next_rank += 1
         if self.kv.enable_prefix_caching:
@@ -178,284 +156,16 @@ class Scheduler:
         state = self._state
         state.now = now
         transfers.expire(state)
-        plan = self._make_plan(throttle_prefills)
-        self._running_pass(plan, only)
+        plan = make_plan(state, throttle_prefills)
+        running_pass(state, plan, only)
         if only is None and not plan.short_of_blocks:
-            self._waiting_pass(plan)
-            self._ensure_progress(plan)
+            waiting_pass(state, plan)
+            ensure_progress(state, plan)
         metadata = state.connector.make_metadata()
-        output = self._build_output(plan, metadata)
+        output = build_output(state, plan, metadata)
         if plan.entries or metadata is not None:
-            self._advance(plan, output)
+            advance(state, plan, output)
         return output
-
-    def _make_plan(self, throttle_prefills: bool) -> _Plan:
-        state, section = self._state, self._section
-        running = state.running.requests
-        budget = StepBudget(self._max_tokens, section.max_num_batched_tokens, self._num_draft_tokens, self._max_tokens)
-        has_streams = False
-        if throttle_prefills or section.max_token_gap_ms > 0.0:
-            has_streams = any(r.num_computed_tokens >= r.num_prompt_tokens for r in running)
-        if section.max_token_gap_ms > 0.0 and has_streams:
-            share = state.cost.max_prompt_tokens(section.max_token_gap_ms / 1e3, self.kv.block_size)
-            budget.prompt = min(budget.prompt, share)
-        return _Plan(budget, self._get_prompt_limit(budget), throttle_prefills and has_streams)
-
-    def _get_prompt_limit(self, budget: StepBudget) -> int:
-        """Most tokens of one prompt in this step: the threshold, or an equal share when several would exceed it."""
-        state, threshold = self._state, self._section.long_prefill_token_threshold
-        running = state.running.requests
-        if threshold <= 0 or len(state.requests) < 2:
-            return budget.prompt
-        num_prompts = sum(r.num_computed_tokens < r.num_prompt_tokens for r in running)
-        num_claims = num_prompts + (len(running) < self._section.max_num_seqs and len(state.waiting) > 0)
-        room = min(budget.prompt, budget.room - (len(running) - num_prompts))
-        return min(threshold, max(self.kv.block_size, room // max(1, num_claims)))
-
-    def _running_pass(self, plan: _Plan, only: Collection[str] | None) -> None:
-        """Grant to running requests, most urgent first. Preemption takes from the end of the list as it is walked."""
-        running, budget, entries = self._state.running.requests, plan.budget, plan.entries
-        lookahead = self._num_draft_tokens
-        index = 0
-        while index < len(running):
-            request = running[index]
-            index += 1
-            computed = request.num_computed_tokens
-            num_drafts = len(request.spec_token_ids)
-            known = len(request.token_ids) + request.num_output_placeholders + num_drafts
-            num_tokens = min(known, request.max_total_tokens - 1) - computed
-            if (
-                num_tokens <= 0
-                or request.num_draft_placeholders
-                or (only is not None and request.request_id not in only)
-            ):
-                continue
-            is_prompt = num_tokens > 1 + num_drafts
-            if is_prompt:
-                num_tokens = self._shorten(plan, num_tokens, len(running) - index)
-            room = budget.room
-            if num_tokens > room:
-                num_tokens = room
-            if num_tokens <= 0:
-                if room <= 0:
-                    break
-                continue
-            if computed + num_tokens + lookahead > request.num_slots:
-                num_tokens = self._grow(plan, request, num_tokens)
-                if not num_tokens:
-                    continue
-            if is_prompt:
-                budget.prompt -= num_tokens
-                plan.num_prompt_tokens += num_tokens
-            budget.tokens -= num_tokens
-            budget.inputs -= num_tokens + budget.draft_slots
-            end = computed + num_tokens
-            # Drafts stand last: a grant that was cut short has fewer of them.
-            cut = known - end
-            entries.append(Entry(request, num_tokens, end, cut <= num_drafts, max(0, num_drafts - cut)))
-
-    def _shorten(self, plan: _Plan, num_tokens: int, num_later: int) -> int:
-        """Cut a prompt's chunk so that every later running request still gets a token: prompts fill, streams flow."""
-        if plan.defer_prompts:
-            return 0
-        left_for_others = plan.budget.room - num_later * (1 + plan.budget.draft_slots)
-        return min(num_tokens, plan.prompt_limit, plan.budget.prompt, max(1, left_for_others))
-
-    def _grow(self, plan: _Plan, request: Request, num_tokens: int) -> int:
-        """Take blocks for a running request; returns the tokens it can have."""
-        room = self._state.max_model_len - request.num_computed_tokens - num_tokens
-        lookahead = min(self._num_draft_tokens, room)
-        num_preempted = self._state.totals.preemptions
-        grown = make_room(self._state, request, num_tokens, lookahead)
-        if grown is None or self._state.totals.preemptions > num_preempted:
-            plan.short_of_blocks = True
-        if grown is None:
-            return 0
-        num_tokens, block_ids = grown
-        request.num_slots = self.kv.num_slots(request.request_id)
-        if any(block_ids):
-            plan.new_block_ids[request.request_id] = block_ids
-        return num_tokens
-
-    # Waiting requests
-
-    def _waiting_pass(self, plan: _Plan) -> None:
-        """Admit those that hold blocks already, then the queue in its order."""
-        state = self._state
-        if not len(state.waiting) and not len(state.holding):
-            return
-        state.head_reason = None
-        if plan.defer_prompts:
-            state.head_reason = WaitReason.THROTTLED
-            return
-        for queue in (state.holding, state.waiting):
-            self._admit_from(queue.requests, plan)
-
-    def _admit_from(self, queue: list[Request], plan: _Plan) -> None:
-        state = self._state
-        outstanding: int | None = None
-        blocked: Request | None = None
-        num_tried_behind = 0
-        passed = False
-        index = 0
-        while index < len(queue):
-            request = queue[index]
-            reason = self._find_limit(plan)
-            if reason is None:
-                if outstanding is None:
-                    outstanding = sum(map(self._count_outstanding, state.running))
-                # Nothing is reserved when nothing runs: what fits alone is then always admitted.
-                reserved = outstanding + self._watermark_blocks if len(state.running) else 0
-                reason = self._try_admit(request, plan, reserved)
-                if reason is None:
-                    passed = passed or blocked is not None
-                    outstanding += self._count_outstanding(request)
-                    continue
-            state.set_wait_reason(request, reason)
-            state.head_reason = state.head_reason or reason
-            if reason in _STEP_ASIDE:
-                index += 1
-                continue
-            if reason is not WaitReason.NO_BLOCKS:
-                break
-            if blocked is None:
-                blocked = request
-                self._note_blocked(request)
-            num_tried_behind += 1
-            if (
-                num_tried_behind > _MAX_TRIED_BEHIND_HEAD
-                or state.num_bypass_steps >= self._section.max_head_bypass_steps
-            ):
-                break
-            index += 1
-        if passed:
-            state.num_bypass_steps += 1
-
-    def _note_blocked(self, request: Request) -> None:
-        if self._state.blocked_head is not request:
-            self._state.blocked_head = request
-            self._state.num_bypass_steps = 0
-
-    def _find_limit(self, plan: _Plan) -> WaitReason | None:
-        if len(self._state.running) >= self._section.max_num_seqs:
-            return WaitReason.RUNNING_LIMIT
-        if plan.budget.tokens <= 0 or plan.budget.prompt <= 0:
-            return WaitReason.TOKEN_BUDGET
-        return WaitReason.INPUT_BUDGET if plan.budget.room <= 0 else None
-
-    def _count_outstanding(self, request: Request) -> int:
-        """Blocks that a running request's known tokens still need: an admission must leave them."""
-        if request.num_tokens <= request.num_slots or request.status is not RequestStatus.RUNNING:
-            return 0
-        return self.kv.num_blocks_of_whole(request.request_id, request.num_tokens)
-
-    def _try_admit(self, request: Request, plan: _Plan, reserved: int) -> WaitReason | None:
-        budget = plan.budget
-        limit = min(budget.room, budget.prompt, plan.prompt_limit)
-        admission = Admission(self._state, request, limit, reserved, self._num_draft_tokens)
-        reason = admission.attempt()
-        if reason is None and admission.num_tokens:
-            num_tokens = admission.num_tokens
-            budget.charge(num_tokens)
-            budget.prompt -= num_tokens
-            plan.num_prompt_tokens += num_tokens
-            end = request.num_computed_tokens + num_tokens
-            plan.entries.append(Entry(request, num_tokens, end, end == request.num_tokens, 0))
-        return reason
-
-    def _ensure_progress(self, plan: _Plan) -> None:
-        """The rule against silent stalls: ready requests, nothing in flight or pending, and nothing ran.
-
-        Those that hold blocks without running give them up, least urgent first; when there is nobody left to take
-        from, the head fails rather than wait for ever.
-        """
-        state = self._state
-        if plan.entries or state.in_flight or state.leases or plan.defer_prompts:
-            return
-        if any(r.status is RequestStatus.WAITING_FOR_REMOTE_KVS for r in state.holding):
-            return
-        head = next((r for r in [*state.holding, *state.waiting] if r.wait_reason is WaitReason.NO_BLOCKS), None)
-        if head is None:
-            return
-        others = [r for r in state.holding if r is not head]
-        if others:
-            release_held(state, others[-1])
-        else:
-            state.fail(head, "the engine cannot make room for this request")
-
-    # Building
-
-    def _build_output(self, plan: _Plan, metadata: bytes | None) -> SchedulerOutput:
-        """The step as a record. A request without a valid row is sent whole; if it has a stale one, that ends first."""
-        state = self._state
-        new: list[NewRequest] = []
-        cached: list[Request] = []
-        for entry in plan.entries:
-            request = entry.request
-            if request.needs_row:
-                if request.has_row:
-                    state.preempted_rows.append(request.request_id)
-                new.append(self._make_new(request))
-            else:
-                cached.append(request)
-        for record in new:
-            plan.new_block_ids.pop(record.request_id, None)
-        executed = bool(plan.entries) or metadata is not None
-        return SchedulerOutput(
-            step_id=state.next_step_id,
-            new=new,
-            cached=CachedRequests(
-                request_ids=[r.request_id for r in cached],
-                num_computed_tokens=[r.num_computed_tokens for r in cached],
-                new_block_ids=plan.new_block_ids,
-            ),
-            num_scheduled_tokens={entry[0].request_id: entry[1] for entry in plan.entries},
-            total_num_scheduled_tokens=self._max_tokens - plan.budget.tokens,
-            finished=state.ended_rows if executed else [],
-            preempted=state.preempted_rows if executed else [],
-            kv=KVActions(zero=[], copy=[]),
-            spec={e.request.request_id: e.request.spec_token_ids[: e.num_drafts] for e in plan.entries if e.num_drafts},
-            grammar=[e.request.request_id for e in plan.entries if e.request.uses_grammar and e.samples],
-            encoder={},
-            connector=metadata,
-        )
-
-    def _make_new(self, request: Request) -> NewRequest:
-        record = request.record
-        return NewRequest(
-            request_id=request.request_id,
-            token_ids=list(request.token_ids),
-            num_prompt_tokens=request.num_prompt_tokens,
-            num_computed_tokens=request.num_computed_tokens,
-            block_ids=self.kv.get_block_ids(request.request_id),
-            sampling=record.sampling,
-            eos_token_ids=record.eos_token_ids,
-            bad_words_token_ids=record.bad_words_token_ids,
-            lora_name=record.lora_name,
-            fault=record.fault,
-        )
-
-    def _advance(self, plan: _Plan, output: SchedulerOutput) -> None:
-        """The step is in flight: counts advance, sampled tokens become placeholders."""
-        state, step_id = self._state, output.step_id
-        for request, _, end, samples, num_drafts in plan.entries:
-            request.num_computed_tokens = end
-            request.num_in_flight += 1
-            request.last_step = step_id
-            if samples:
-                request.num_output_placeholders += 1
-                if num_drafts:
-                    request.num_draft_placeholders += num_drafts
-                request.spec_token_ids = []
-        for record in output.new:
-            request = state.requests[record.request_id]
-            request.has_row, request.needs_row = True, False
-        state.in_flight.append(
-            InFlightStep(step_id, plan.entries, output.finished, output.preempted, plan.num_prompt_tokens, state.now)
-        )
-        state.ended_rows, state.preempted_rows = [], []
-        state.next_step_id += 1
-        state.recorder.on_step(output, state.take_block_counts(), len(state.running), self.num_waiting, state.now)
 
     # Commit and rewind
 
@@ -490,7 +200,7 @@ class Scheduler:
             request.num_in_flight -= 1
             if not request.ended:
                 request.restart(min(request.num_computed_tokens, max(0, end - num_tokens)))
-        for request in dict.fromkeys(entry.request for entry in entries):
+        for request in dict.fromkeys(entry[0] for entry in entries):
             if request.status is RequestStatus.RUNNING and request.num_committed_tokens < request.num_computed_tokens:
                 # Admitted in a dropped step with an external hit that nobody may have loaded: it must be asked again.
                 preempt(state, request, request.request_id, WaitReason.EXTERNAL_HIT, drop=True)
@@ -498,7 +208,7 @@ class Scheduler:
         state.ended_rows = [i for taken_back in dropped for i in taken_back.finished] + state.ended_rows
         state.preempted_rows = [i for taken_back in dropped for i in taken_back.preempted] + state.preempted_rows
         self.kv.release_fenced(last_step)
-        return [e.request.request_id for e in failed if e.request.status is RequestStatus.RUNNING]
+        return [entry[0].request_id for entry in failed if entry[0].status is RequestStatus.RUNNING]
 
     def reset_prefix_cache(self, reset_running: bool) -> bool:
         """Forget all hashes. ``False``, changing nothing, while requests hold blocks.

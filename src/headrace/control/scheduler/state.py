@@ -20,19 +20,10 @@ from headrace.control.scheduler.request import STATUS_OF_REASON, Request, Reques
 from headrace.kv_connector.protocol import SchedulerConnector
 from headrace.messages.outputs import EngineCoreOutput, FinishReason
 
-
-class Entry(NamedTuple):
-    """A request's part in a step.
-
-    ``end`` is its ``num_computed_tokens`` after the step; ``samples`` says whether the step computes the last token, so
-    that a new one is sampled; ``num_drafts`` of its tokens are drafts.
-    """
-
-    request: Request
-    num_tokens: int
-    end: int
-    samples: bool
-    num_drafts: int
+Entry = tuple[Request, int, int, bool, int]
+"""A request's part in a step: the request, its tokens, its ``num_computed_tokens`` after the step, whether the step
+computes its last token (so that a new one is sampled), and how many of the tokens are drafts. A plain tuple, for there
+is one for every request in every step."""
 
 
 @dataclass(slots=True)
@@ -65,7 +56,20 @@ class Lease(NamedTuple):
 
 @dataclass(slots=True)
 class SchedulerState:
-    """See the module."""
+    """See the module.
+
+    Attributes:
+        num_draft_tokens: drafts per request that may be proposed; slots are kept for them.
+        max_tokens: most tokens granted in a step.
+        watermark_blocks: kept free when a request is admitted beside others.
+        running: most urgent first; the last one is the next victim.
+        waiting: requests without blocks.
+        holding: requests that wait but hold blocks: being loaded, or loaded.
+        ended_rows, preempted_rows: rows that the runner has yet to end.
+        outbox: outputs not handed out yet, by client.
+        blocked_head: the request that lacks blocks at the head of the queue, passed in ``num_bypass_steps`` steps.
+        head_reason: why the head waits, shared by those behind it.
+    """
 
     section: SchedulerSection
     kv: KVCacheManager
@@ -73,6 +77,9 @@ class SchedulerState:
     grammar: Grammar
     recorder: StepRecorder
     max_model_len: int
+    num_draft_tokens: int
+    max_tokens: int
+    watermark_blocks: int
     requests: dict[str, Request] = field(default_factory=dict)
     running: RequestQueue = field(init=False)
     waiting: RequestQueue = field(init=False)
@@ -95,11 +102,8 @@ class SchedulerState:
 
     def __post_init__(self) -> None:
         policy = POLICIES.get(self.section.scheduling_policy)()
-        # Running requests, most urgent first: the last one is the next victim.
         self.running = RequestQueue(policy)
-        # Requests without blocks.
         self.waiting = RequestQueue(policy)
-        # Requests that wait but hold blocks: being loaded, or loaded.
         self.holding = RequestQueue(policy)
 
     def set_wait_reason(self, request: Request, reason: WaitReason) -> None:

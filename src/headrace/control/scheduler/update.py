@@ -1,7 +1,7 @@
 """The commit point of a step: what the runner computed becomes certain.
 
-Order of effects: blocks that waited for this step are freed; what the connector learnt is applied (it may lower
-requests, whose results of this step are then dropped); then, request by request, tokens are appended, stops found,
+Order of effects: what the connector learnt is applied (it may lower requests, whose results of this step are then
+dropped); blocks that waited for this step are freed; then, request by request, tokens are appended, stops found,
 full blocks made findable, and ended requests released. Whoever has ended, or was marked, is passed over.
 """
 
@@ -18,24 +18,45 @@ from headrace.messages.runner_output import ModelRunnerOutput, TokenLogprobs
 def commit_step(state: SchedulerState, step: InFlightStep, output: ModelRunnerOutput) -> None:
     """Apply a step's results; outputs for clients go to the outbox."""
     _learn_cost(state, step, output)
-    state.kv.release_fenced(step.step_id)
-    for entry in step.entries:
-        entry.request.num_in_flight -= 1
     if output.connector is not None:
         apply_connector_output(state, output.connector)
+    state.kv.release_fenced(step.step_id)
     sampled = dict(zip(output.request_ids, output.sampled_token_ids, strict=True))
-    outbox, step_id = state.outbox, step.step_id
+    outbox, step_id, now = state.outbox, step.step_id, state.now
+    block_size = state.kv.block_size
+    plain = not (output.logprobs or output.prompt_logprobs or output.errors or output.drafts)
+    num_steady = 0
     for entry in step.entries:
-        request = entry.request
+        request, _, end, samples, num_drafts = entry
+        request.num_in_flight -= 1
         if request.ended or step_id <= request.discard_until:
             continue
-        result = _commit_request(state, entry, sampled.get(request.request_id), output)
+        result: EngineCoreOutput | None
+        tokens = sampled.get(request.request_id)
+        if plain and request.streams and samples and not num_drafts and end % block_size:
+            # Steady decode: one token that stops nothing and fills no block.
+            assert tokens is not None
+            (token_id,) = tokens
+            if token_id not in request.stop_ids and end + 1 < request.max_total_tokens:
+                request.token_ids.append(token_id)
+                request.num_output_placeholders -= 1
+                request.num_committed_tokens = end
+                request.last_token = now
+                num_steady += 1
+                result = EngineCoreOutput(
+                    request_id=request.request_id, new_token_ids=tokens, num_cached_tokens=request.num_cached_tokens
+                )
+            else:
+                result = _commit_request(state, entry, tokens, output)
+        else:
+            result = _commit_request(state, entry, tokens, output)
         if result is not None:
             client = request.record.client_index
             if client in outbox:
                 outbox[client].append(result)
             else:
                 outbox[client] = [result]
+    state.totals.generation_tokens += num_steady
 
 
 def _learn_cost(state: SchedulerState, step: InFlightStep, output: ModelRunnerOutput) -> None:
@@ -135,7 +156,9 @@ def _make_output(
         result.prompt_logprobs = request.take_prompt_logprobs()
     if logprobs is not None:
         result.logprobs = logprobs[: len(tokens)]
-    if stop is not None:
+    if stop is None:
+        request.streams = request.status is RequestStatus.RUNNING and not request.uses_grammar
+    else:
         result.finish_reason, result.stop_reason = stop
         result.kv_transfer_params = state.finish(request, stop[0])
         result.times = request.make_times()

@@ -1,0 +1,129 @@
+"""A step in the making, and how it becomes a record.
+
+A plan collects entries while the passes run; `build_output` writes them down for the executor; only then `advance`
+moves the counts of the requests.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from headrace.control.scheduler.budget import StepBudget
+from headrace.control.scheduler.request import Request
+from headrace.control.scheduler.state import Entry, InFlightStep, SchedulerState
+from headrace.messages.scheduler_output import BlockIds, CachedRequests, KVActions, NewRequest, SchedulerOutput
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """What a step will run.
+
+    Attributes:
+        prompt_limit: most tokens of one prompt.
+        defer_prompts: prompts get nothing in this step.
+        short_of_blocks: a running request had to wait, or to take blocks from another one: nobody is admitted.
+    """
+
+    budget: StepBudget
+    prompt_limit: int
+    defer_prompts: bool
+    entries: list[Entry] = field(default_factory=list)
+    new_block_ids: dict[str, BlockIds] = field(default_factory=dict)
+    num_prompt_tokens: int = 0
+    short_of_blocks: bool = False
+
+
+def make_plan(state: SchedulerState, throttle_prefills: bool) -> StepPlan:
+    """An empty step with its budgets."""
+    section, running = state.section, state.running.requests
+    budget = StepBudget(state.max_tokens, section.max_num_batched_tokens, state.num_draft_tokens, state.max_tokens)
+    has_streams = False
+    if throttle_prefills or section.max_token_gap_ms > 0.0:
+        has_streams = any(r.num_computed_tokens >= r.num_prompt_tokens for r in running)
+    if section.max_token_gap_ms > 0.0 and has_streams:
+        share = state.cost.max_prompt_tokens(section.max_token_gap_ms / 1e3, state.kv.block_size)
+        budget.prompt = min(budget.prompt, share)
+    return StepPlan(budget, _get_prompt_limit(state, budget), throttle_prefills and has_streams)
+
+
+def _get_prompt_limit(state: SchedulerState, budget: StepBudget) -> int:
+    """Most tokens of one prompt in this step: the threshold, or an equal share when several would exceed it."""
+    section, running = state.section, state.running.requests
+    threshold = section.long_prefill_token_threshold
+    if threshold <= 0 or len(state.requests) < 2:
+        return budget.prompt
+    num_prompts = sum(r.num_computed_tokens < r.num_prompt_tokens for r in running)
+    num_claims = num_prompts + (len(running) < section.max_num_seqs and len(state.waiting) > 0)
+    room = min(budget.prompt, budget.room - (len(running) - num_prompts))
+    return min(threshold, max(state.kv.block_size, room // max(1, num_claims)))
+
+
+def build_output(state: SchedulerState, plan: StepPlan, metadata: bytes | None) -> SchedulerOutput:
+    """The step as a record. A request without a valid row is sent whole; if it has a stale one, that ends first."""
+    entries = plan.entries
+    whole = [entry[0] for entry in entries if entry[0].needs_row]
+    kept = [entry[0] for entry in entries if not entry[0].needs_row] if whole else [entry[0] for entry in entries]
+    for request in whole:
+        plan.new_block_ids.pop(request.request_id, None)
+        if request.has_row:
+            state.preempted_rows.append(request.request_id)
+    executed = bool(entries) or metadata is not None
+    return SchedulerOutput(
+        step_id=state.next_step_id,
+        new=[_make_new(state, request) for request in whole],
+        cached=CachedRequests(
+            request_ids=[r.request_id for r in kept],
+            num_computed_tokens=[r.num_computed_tokens for r in kept],
+            new_block_ids=plan.new_block_ids,
+        ),
+        num_scheduled_tokens={entry[0].request_id: entry[1] for entry in entries},
+        total_num_scheduled_tokens=state.max_tokens - plan.budget.tokens,
+        finished=state.ended_rows if executed else [],
+        preempted=state.preempted_rows if executed else [],
+        kv=KVActions(zero=[], copy=[]),
+        spec={r.request_id: r.spec_token_ids[:drafts] for r, _, _, _, drafts in entries if drafts},
+        grammar=[r.request_id for r, _, _, samples, _ in entries if r.uses_grammar and samples],
+        encoder={},
+        connector=metadata,
+    )
+
+
+def _make_new(state: SchedulerState, request: Request) -> NewRequest:
+    record = request.record
+    return NewRequest(
+        request_id=request.request_id,
+        token_ids=list(request.token_ids),
+        num_prompt_tokens=request.num_prompt_tokens,
+        num_computed_tokens=request.num_computed_tokens,
+        block_ids=state.kv.get_block_ids(request.request_id),
+        sampling=record.sampling,
+        eos_token_ids=record.eos_token_ids,
+        bad_words_token_ids=record.bad_words_token_ids,
+        lora_name=record.lora_name,
+        fault=record.fault,
+    )
+
+
+def advance(state: SchedulerState, plan: StepPlan, output: SchedulerOutput) -> None:
+    """The step is in flight: counts advance, sampled tokens become placeholders."""
+    step_id = output.step_id
+    for request, _, end, samples, num_drafts in plan.entries:
+        request.num_computed_tokens = end
+        request.num_in_flight += 1
+        request.last_step = step_id
+        if samples:
+            request.num_output_placeholders += 1
+            if num_drafts:
+                request.num_draft_placeholders += num_drafts
+            if request.spec_token_ids:
+                request.spec_token_ids = []
+    for record in output.new:
+        request = state.requests[record.request_id]
+        request.has_row, request.needs_row = True, False
+    state.in_flight.append(
+        InFlightStep(step_id, plan.entries, output.finished, output.preempted, plan.num_prompt_tokens, state.now)
+    )
+    state.ended_rows, state.preempted_rows = [], []
+    state.next_step_id += 1
+    num_waiting = len(state.waiting) + len(state.holding)
+    state.recorder.on_step(output, state.take_block_counts(), len(state.running), num_waiting, state.now)
