@@ -160,6 +160,23 @@ def test_tables_that_cannot_be_right(
         GGUFFile.open(path)
 
 
+def test_one_part_of_a_split_model(tmp_path: Path) -> None:
+    path = tmp_path / "p.gguf"
+    path.write_bytes(make_pairs([("split.count", 1)]))
+    GGUFFile.open(path)
+    path.write_bytes(make_pairs([("split.count", 2)]))
+    with pytest.raises(ModelFileError, match="one of 2 parts"):
+        GGUFFile.open(path)
+
+
+def make_pairs(pairs: list[tuple[str, int]]) -> bytes:
+    """A file with only 16-bit metadata."""
+    out = b"GGUF" + struct.pack("<IQQ", 3, 0, len(pairs))
+    for key, value in pairs:
+        out += struct.pack("<Q", len(key)) + key.encode() + struct.pack("<IH", 2, value)
+    return out
+
+
 def test_unknown_tensor_is_named(tmp_path: Path) -> None:
     with pytest.raises(ModelFileError, match="no tensor 'nope'"):
         GGUFFile.open(make_file(tmp_path)).raw("nope")

@@ -48,5 +48,6 @@ def hash_file(path: Path, show_progress: bool = False) -> str:
 
 
 def make_bar(num_bytes: int, title: str, show_progress: bool) -> tqdm[None]:
-    """A bar of bytes on standard error."""
-    return tqdm(total=num_bytes, desc=title, unit="B", unit_scale=True, unit_divisor=1024, disable=not show_progress)
+    """A bar of bytes on standard error; none where that is not a terminal."""
+    disable = None if show_progress else True
+    return tqdm(total=num_bytes, desc=title, unit="B", unit_scale=True, unit_divisor=1024, disable=disable)

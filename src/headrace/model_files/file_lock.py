@@ -46,6 +46,10 @@ def _acquire(descriptor: int, path: Path, timeout_s: float) -> None:
             return
         except BlockingIOError:
             pass
+        except OSError as error:
+            raise ModelFileError(
+                f"{path}: cannot be locked ({error.strerror or error}); set HEADRACE_HOME to a local folder"
+            ) from None
         if not waiting:
             logger.info("waiting for another process that fetches the same model (%s)", path.name)
             waiting = True

@@ -176,6 +176,8 @@ class GGUFFile:
                 raise cursor.fail("a second value")
             metadata[key] = cursor.value(cursor.scalar("<I"))
         metadata_end = cursor.pos
+        if (parts := metadata.get("split.count", 0)) not in (0, 1):
+            raise ModelFileError(f"{file.path}: is one of {parts} parts; join the parts to one file first")
         return cls(file, metadata, metadata_end, _read_tensors(cursor, file, num_tensors, metadata))
 
     def metadata_key(self) -> str:
