@@ -16,6 +16,7 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -70,7 +71,7 @@ def prepare(purpose: str, torch_index: str) -> None:
         is_fresh = not (VENV / "bin" / "python").exists()
         if is_fresh:
             check_disk(shutil.disk_usage(ROOT).free, FRESH_BYTES)
-        check_compiler(shutil.which, required=in_ci())
+        check_native_tools(shutil.which, Path(sysconfig.get_path("include"), "Python.h"), required=in_ci())
         if is_fresh:
             say("creating .venv")
             run([sys.executable, "-m", "venv", str(VENV)], "the virtual environment could not be created")
@@ -143,15 +144,21 @@ def check_disk(free: int, needed: int) -> None:
         )
 
 
-def check_compiler(which: Callable[[str], str | None], required: bool) -> None:
-    """Without a C++ compiler headrace works, slowly; tests must not pass that way."""
+def check_native_tools(which: Callable[[str], str | None], header: Path, required: bool) -> None:
+    """Without a C++ compiler and Python's headers headrace works, slowly; tests must not pass that way."""
     names = [os.environ["CXX"]] if os.environ.get("CXX") else ["c++", "g++", "clang++"]
-    if any(which(name) for name in names):
+    missing: list[tuple[str, str]] = []
+    if not any(which(name) for name in names):
+        missing.append(("a C++ compiler", "g++"))
+    if not header.is_file():
+        missing.append(("Python's headers", "python3-dev"))
+    if not missing:
         return
-    remedy = "run: apt-get install g++"
+    what = " and ".join(name for name, _ in missing)
+    remedy = f"run: apt-get install {' '.join(package for _, package in missing)}"
     if required:
-        raise SetupError(f"no C++ compiler was found; {remedy}")
-    say(f"no C++ compiler was found, so the native CPU kernels are left out and headrace will be slow; {remedy}")
+        raise SetupError(f"{what} cannot be found; {remedy}")
+    say(f"{what} cannot be found, so the native CPU kernels are left out and headrace will be slow; {remedy}")
 
 
 def in_ci() -> bool:

@@ -109,15 +109,18 @@ def test_full_disk(bootstrap: ModuleType, commands: list[str], monkeypatch: pyte
     assert commands == []
 
 
-def test_missing_compiler(
-    bootstrap: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_missing_compiler_and_headers(
+    bootstrap: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv("CXX", raising=False)
-    bootstrap.check_compiler(lambda name: "/usr/bin/g++" if name == "g++" else None, required=True)
-    bootstrap.check_compiler(lambda name: None, required=False)
-    assert "apt-get install g++" in capsys.readouterr().err
-    with pytest.raises(bootstrap.SetupError, match=r"apt-get install g\+\+"):
-        bootstrap.check_compiler(lambda name: None, required=True)
+    header = tmp_path / "Python.h"
+    bootstrap.check_native_tools(lambda name: None, header, required=False)
+    assert "apt-get install g++ python3-dev" in capsys.readouterr().err
+    header.touch()
+    with pytest.raises(bootstrap.SetupError, match=r"a C\+\+ compiler cannot be found; .*install g\+\+$"):
+        bootstrap.check_native_tools(lambda name: None, header, required=True)
+    bootstrap.check_native_tools(lambda name: "/usr/bin/g++" if name == "g++" else None, header, required=True)
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize(("value", "expected"), [("true", True), ("1", True), ("", False), ("false", False)])
