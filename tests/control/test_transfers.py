@@ -410,3 +410,21 @@ def test_a_failed_row_ends_alone() -> None:
     assert driver.ended["b"].error == "non-finite logits"
     assert driver.tokens["a"] == expected_tokens(a, 64)
     driver.assert_empty()
+
+
+@pytest.mark.parametrize("bad", [0, 2, 5, 6])
+def test_an_invalid_block_before_a_window_means_starting_over(bad: int) -> None:
+    from headrace.messages.kv_cache import KVCacheKind
+
+    connector = RemoteKV({"r": 30}, is_async=True)
+    driver = make_driver(connector, kv=make_kv(60, make_spec(), make_spec(KVCacheKind.SLIDING_WINDOW, 6)))
+    request = make_request("r", prompt(1, 40), 6)
+    driver.add(request)
+    driver.launch()
+    connector.write("r")
+    tell(driver, finished_receiving=("r",))
+    driver.turn()
+    tell(driver, invalid_block_ids=(connector.allocated["r"][0][0][bad],))
+    driver.run()
+    assert driver.tokens["r"] == expected_tokens(request, 64)
+    driver.assert_empty()

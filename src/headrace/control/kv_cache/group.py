@@ -143,7 +143,7 @@ class GroupManager(ABC):
             self._num_stored[request_id] = num_blocks
 
     def keeps_all(self, request_id: str, num_blocks: int) -> bool:
-        """Whether a sequence may go on after its first ``num_blocks`` blocks with what the table still holds."""
+        """Whether a sequence may go on after its first ``num_blocks`` blocks: none that it reads or writes is gone."""
         first = self.first_needed_block(self.spec, num_blocks * self.block_size)
         null = self.pool.null_block
-        return all(block is not null for block in self.tables.get(request_id, [])[first:num_blocks])
+        return all(block is not null for block in self.tables.get(request_id, [])[first:])
