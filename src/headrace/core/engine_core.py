@@ -222,7 +222,10 @@ class EngineCore:
         if flight is not None:
             self._finish(flight)
         self._apply_aborts()
-        self.stalled = not launched and flight is None
+        # A step that only asks the connector for news is not worth spinning for.
+        self.stalled = not (launched and step.num_scheduled_tokens) and not (
+            flight and flight.step.num_scheduled_tokens
+        )
         return self._take_outbox()
 
     def shutdown(self) -> None:

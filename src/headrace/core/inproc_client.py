@@ -196,6 +196,7 @@ class InprocClient(EngineCoreClient):
         self._call(_settle, self._ready, (core.ready, inbox))
         try:
             CoreLoop(core, inbox, self._deliver, self._progress).run()
+            self._call(self._mailbox.fail, "the engine was shut down")
         except Exception as error:
             logger.exception("the engine core failed")
             self._call(self._mailbox.fail, describe_cause(error))

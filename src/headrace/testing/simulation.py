@@ -17,6 +17,7 @@ from headrace.base.clock import ManualClock
 from headrace.base.errors import EngineDeadError
 from headrace.config.sections import EngineConfig
 from headrace.core.engine_core import EngineCore
+from headrace.core.loop import STALLED_S
 from headrace.messages.outputs import EngineCoreOutput, FinishReason
 from headrace.messages.requests import AnyControl, EngineCoreRequest, ResetPrefixCache, Sleep, Wake
 from headrace.messages.runner_output import ModelRunnerOutput
@@ -216,7 +217,7 @@ class Simulation:
             for output in outputs.outputs:
                 self.clients[output.request_id].unread.append(output)
         if self.core.stalled:
-            self._clock.advance(0.003)
+            self._clock.advance(STALLED_S)
         for client in self.clients.values():
             if client.unread and self._random.random() < self._scenario.read_share:
                 self._read(client)
