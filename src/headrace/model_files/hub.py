@@ -127,7 +127,8 @@ def _find_local(repo: str, file: str, revision: str | None, problem: str) -> str
     try:
         if file:
             return str(hf_hub_download(repo, file, revision=revision, local_files_only=True))
-        folder = Path(snapshot_download(repo, revision=revision, local_files_only=True))
+        # Only what was ever asked for can be complete.
+        folder = Path(snapshot_download(repo, revision=revision, local_files_only=True, allow_patterns=_PATTERNS))
     except Exception:  # noqa: BLE001 (the library's errors have no common base; any means no local copy)
         raise ModelFileError(
             f"{repo}: the hub {problem} and there is no local copy; connect this machine or give the path of a folder"
