@@ -40,7 +40,7 @@ SMALL = ("--max-model-len", "256", "--kv-cache-memory", "64MiB", "--max-num-seqs
 @pytest.fixture(scope="session")
 def server(smollm2_gguf: Path) -> Iterator[ServerProcess]:
     """The real server with the real model and a small context, shared by all tests of a run."""
-    process = ServerProcess(smollm2_gguf, *SMALL)
-    process.wait_ready()
-    yield process
-    assert process.stop() == 0
+    with ServerProcess(smollm2_gguf, *SMALL) as process:
+        process.wait_ready()
+        yield process
+        assert process.stop() == 0

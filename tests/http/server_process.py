@@ -15,16 +15,30 @@ _READY = re.compile(r"ready on (http://\S+)")
 
 
 class ServerProcess:
-    """Started in the constructor; the log is kept in ``lines``."""
+    """Started in the constructor, ended with the ``with`` block; the log is kept in ``lines``."""
 
-    def __init__(self, model: Path | str, *flags: str) -> None:
+    def __init__(self, model: Path | str, *flags: str, simulated_step_s: float | None = None) -> None:
         words = [sys.executable, "-m", "headrace.entrypoints.cli.main", "serve", str(model), "--port", "0", *flags]
+        if simulated_step_s is not None:
+            words[2:4] = ["tests.http.simulated_server"]
+            words.insert(4, str(simulated_step_s))
         self.process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
         self.lines: list[str] = []
         self.url = ""
         self._news = threading.Condition()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
+
+    def __enter__(self) -> ServerProcess:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+        self._reader.join(5)
+        assert self.process.stderr is not None
+        self.process.stderr.close()
 
     def _read(self) -> None:
         assert self.process.stderr is not None
@@ -58,14 +72,7 @@ class ServerProcess:
         return self.wait(timeout_s)
 
     def wait(self, timeout_s: float) -> int:
-        """The exit status; a server that does not end is killed and fails the test."""
-        try:
-            return self.process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
-            raise
-        finally:
-            self._reader.join(5)
-            assert self.process.stderr is not None
-            self.process.stderr.close()
+        """The exit status, and all of the log has been read."""
+        status = self.process.wait(timeout_s)
+        self._reader.join(5)
+        return status

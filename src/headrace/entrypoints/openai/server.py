@@ -17,7 +17,7 @@ import socket
 import ssl
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
@@ -39,19 +39,28 @@ POLL_S = 0.05
 SHUTDOWN_GRACE_S = 3.0
 
 
-def run_server(config: EngineConfig, options: ServerOptions) -> int:
+def start_core(config: EngineConfig) -> EngineCoreClient:
+    """Start the core's process; it loads while the caller goes on."""
+    from headrace.core.make_client import make_client
+
+    return make_client(config, "process")
+
+
+def run_server(
+    config: EngineConfig,
+    options: ServerOptions,
+    make_core: Callable[[EngineConfig], EngineCoreClient] = start_core,
+) -> int:
     """Serve until told to stop; returns the process's exit status.
 
     Raises:
         ConfigError: the port is taken, TLS files are unusable, or a setting cannot work.
         ModelFileError: the model cannot be loaded.
     """
-    from headrace.core.make_client import make_client
-
     started = time.monotonic()
     listener = bind(options)
     try:
-        client = make_client(config, "process")
+        client = make_core(config)
         import uvloop
 
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -182,9 +191,7 @@ class _Service:
             if self._context.dead_reason is not None:
                 return await self._die()
             if self._signals.first.is_set():
-                await self._drain()
-                dead = self._context.dead_reason
-                return 0 if dead is None else await self._die()
+                return 0 if await self._drain() else await self._die()
             await asyncio.sleep(POLL_S)
         serving.result()
         raise EngineDeadError("the HTTP server ended by itself")
@@ -198,19 +205,20 @@ class _Service:
         print(f"headrace: error: {reason}", file=sys.stderr, flush=True)
         return 1
 
-    async def _drain(self) -> None:
-        """Refuse new work and wait for what runs; what remains after ``drain_s`` is ended."""
+    async def _drain(self) -> bool:
+        """Refuse new work and wait for what runs; what remains after ``drain_s`` is ended. False if the core died."""
         context = self._context
         context.draining = True
         logger.info("shutting down: %d requests may finish within %g s", context.num_in_flight, self._options.drain_s)
         deadline = time.monotonic() + self._options.drain_s
-        while context.num_in_flight and time.monotonic() < deadline:
-            if self._signals.second.is_set() or context.dead_reason is not None:
-                break
+        while context.num_in_flight and time.monotonic() < deadline and not self._signals.second.is_set():
+            if context.dead_reason is not None:
+                return False
             await asyncio.sleep(POLL_S)
         if context.num_in_flight:
             logger.warning("ending %d requests that still run", context.num_in_flight)
             await context.llm.shutdown()
+        return True
 
     async def _stop_http(self, server: uvicorn.Server, serving: asyncio.Task[None]) -> None:
         """Let answers leave, for a bounded time."""
