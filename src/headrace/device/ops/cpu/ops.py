@@ -155,6 +155,12 @@ class NativeOps:
     def logits(self, x: torch.Tensor, head: Weight, softcap: float = 0.0) -> torch.Tensor:
         return self._linear(x, head, None, softcap)
 
+    def arg_max(self, logits: torch.Tensor) -> torch.Tensor:
+        """The greatest column of each row, the lowest one of equals: int32 ``[R']``."""
+        out = torch.empty(len(logits), dtype=torch.int32)
+        self._run(_native.arg_max(logits, out), len(logits), num_logit_rows=len(logits))
+        return out
+
     def _linear(self, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None, softcap: float) -> torch.Tensor:
         out = self._take(len(x), weight.out_features, x)
         op = _native.linear(x, weight, bias, softcap, self._exact, out, self._rows(x))
