@@ -202,7 +202,9 @@ class Scheduler:
                 request.restart(min(request.num_computed_tokens, max(0, end - num_tokens)))
         for request in dict.fromkeys(entry[0] for entry in entries):
             if request.status is RequestStatus.RUNNING and request.num_committed_tokens < request.num_computed_tokens:
-                # Admitted in a dropped step with an external hit that nobody may have loaded: it must be asked again.
+                # Admitted in a dropped step with an external hit that nobody may have loaded. It computes everything
+                # itself next time, so that a step which fails again can be run in parts, this request included.
+                request.no_external_hit = True
                 preempt(state, request, request.request_id, WaitReason.EXTERNAL_HIT, drop=True)
         # The runner may not have heard of rows that ended.
         state.ended_rows = [i for taken_back in dropped for i in taken_back.finished] + state.ended_rows
