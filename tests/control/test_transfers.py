@@ -5,6 +5,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from headrace.control.scheduler.preemption import preempt
+from headrace.control.scheduler.recorder import WaitReason
 from headrace.control.scheduler.request import RequestStatus
 from headrace.kv_connector.protocol import ExternalHit, LoadFailurePolicy, SendLease
 from headrace.messages.outputs import FinishReason
@@ -425,6 +427,27 @@ def test_an_invalid_block_before_a_window_means_starting_over(bad: int) -> None:
     tell(driver, finished_receiving=("r",))
     driver.turn()
     tell(driver, invalid_block_ids=(connector.allocated["r"][0][0][bad],))
+    driver.run()
+    assert driver.tokens["r"] == expected_tokens(request, 64)
+    driver.assert_empty()
+
+
+def test_a_request_preempted_before_its_load_is_judged_drops_what_it_made() -> None:
+    connector = RemoteKV({"r": 11}, is_async=False)
+    driver = make_driver(connector, depth=2)
+    driver.runner._check_view = lambda *_: None  # type: ignore[method-assign]  # the step reads what never came
+    request = make_request("r", prompt(1, 12), 6)
+    driver.add(request)
+    connector.broken = {1}
+    driver.launch()
+    del driver.runner._check_view
+    assert driver.in_flight[0][1].sampled_token_ids == [expected_tokens(request, 64)[:1]]
+    victim = driver.scheduler.get_request("r")
+    assert victim is not None
+    preempt(driver.scheduler._state, victim, "another", WaitReason.NO_BLOCKS)
+    tell(driver, invalid_block_ids=(connector.allocated["r"][0][0][1],))
+    assert driver.tokens["r"] == []
+    connector.broken = set()
     driver.run()
     assert driver.tokens["r"] == expected_tokens(request, 64)
     driver.assert_empty()

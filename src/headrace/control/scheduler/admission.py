@@ -126,6 +126,8 @@ class Admission:
         state.waiting.remove(request)
         request.num_computed_tokens = local + external
         request.num_committed_tokens = local
+        request.num_external_tokens = external
+        request.loads_in_step = external > 0
         self._run(num_tokens, local, external)
         return None
 

@@ -16,7 +16,8 @@ def preempt(state: SchedulerState, victim: Request, beneficiary: str, cause: Wai
     """Send a running request back to its place in the queue.
 
     Its blocks are freed behind a fence while a step in flight names them. Tokens of those steps are delivered when they
-    come (they were computed from valid KV), and it resumes only then; ``drop`` marks them as dropped instead.
+    come (they were computed from valid KV), and it resumes only then. ``drop`` marks them as dropped, and so does
+    a load within those steps that may yet turn out invalid.
     """
     state.running.remove(victim)
     state.kv.free(victim.request_id, state.get_fence(victim))
@@ -30,8 +31,9 @@ def preempt(state: SchedulerState, victim: Request, beneficiary: str, cause: Wai
     if victim.has_row:
         victim.has_row = False
         state.preempted_rows.append(victim.request_id)
-    if drop:
+    if drop or victim.loads_in_step:
         victim.restart(0)
+        victim.loads_in_step = False
     victim.move(RequestStatus.PREEMPTED)
     state.waiting.add(victim)
     state.totals.preemptions += 1

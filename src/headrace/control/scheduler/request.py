@@ -69,6 +69,8 @@ class Request:
         streams: runs, and its last output was a plain token: the next one probably is one too.
         discard_until: results of steps up to this one are dropped (the explicit mark).
         needs_row: the runner must get it whole before its next tokens.
+        num_external_tokens: loaded by the connector.
+        loads_in_step: a step in flight loads them, and has yet to say whether they are valid.
         rank: order of arrival.
     """
 
@@ -83,6 +85,7 @@ class Request:
         "hash_chain",
         "last_step",
         "last_token",
+        "loads_in_step",
         "max_total_tokens",
         "needs_row",
         "no_external_hit",
@@ -144,6 +147,7 @@ class Request:
         self.needs_row = True
         self.no_external_hit = False
         self.num_external_tokens = 0
+        self.loads_in_step = False
         self.num_cached_tokens = 0
         self.num_preemptions = 0
         self.num_lost_tokens = 0

@@ -79,6 +79,7 @@ def _handle_invalid_blocks(state: SchedulerState, block_ids: frozenset[int]) -> 
 def _lower(state: SchedulerState, request: Request, num_valid_blocks: int) -> None:
     can_go_on = state.kv.invalidate(request.request_id, num_valid_blocks)
     request.no_external_hit = True
+    request.loads_in_step = False
     request.num_cached_tokens = min(request.num_cached_tokens, num_valid_blocks * state.kv.block_size)
     if request.status is not RequestStatus.RUNNING:
         release_held(state, request)

@@ -75,6 +75,7 @@ def _commit_request(
 ) -> EngineCoreOutput | None:
     request, _, end, samples, num_drafts = entry
     request_id = request.request_id
+    request.loads_in_step = False
     if output.prompt_logprobs and request_id in output.prompt_logprobs:
         request.add_prompt_logprobs(output.prompt_logprobs[request_id])
     if output.errors and request_id in output.errors:
