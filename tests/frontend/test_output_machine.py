@@ -84,6 +84,14 @@ class Consumer:
 
 PROMPT_TEXT = "the "
 PROMPT = TOKENIZER.encode(PROMPT_TEXT)
+# Pieces of the stop strings, whole words, a special token and the bytes of a character.
+TOKENS = [
+    2,
+    *TOKENIZER.encode("t"),
+    *TOKENIZER.encode("h"),
+    *TOKENIZER.encode(" the quick one"),
+    *TOKENIZER.encode("\U0001f600"),
+]
 
 
 class OutputMachine(RuleBasedStateMachine):
@@ -111,8 +119,8 @@ class OutputMachine(RuleBasedStateMachine):
     def step(self, data: st.DataObject) -> None:
         outputs = []
         for request_id, (consumer, index) in list(self.in_core.items()):
-            tokens = data.draw(st.lists(st.integers(3, TOKENIZER.num_tokens - 1), max_size=3))
-            ends = data.draw(st.sampled_from([None, None, None, FinishReason.LENGTH]))
+            tokens = data.draw(st.lists(st.sampled_from(TOKENS), max_size=4))
+            ends = data.draw(st.sampled_from([*[None] * 7, FinishReason.LENGTH]))
             outputs.append(EngineCoreOutput(request_id=request_id, new_token_ids=tokens, finish_reason=ends))
             consumer.sent[index] += tokens
             if ends is not None:
@@ -122,9 +130,10 @@ class OutputMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
-        if not self.consumers:
+        running = [consumer for consumer in self.consumers if not consumer.group.finished]
+        if len(running) < 3:
             return
-        consumer = data.draw(st.sampled_from(self.consumers))
+        consumer = data.draw(st.sampled_from(running))
         ended = self.processor.end(consumer.group, FinishReason.ABORT, 3.0)
         assert self.processor.end(consumer.group, FinishReason.ABORT, 3.0) == []
         for request_id in ended:
