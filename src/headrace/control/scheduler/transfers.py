@@ -23,15 +23,20 @@ def apply_connector_output(state: SchedulerState, output: ConnectorOutput) -> No
 
 
 def expire(state: SchedulerState) -> None:
-    """Give up transfers whose time is over, so that no wait on another party is without end."""
+    """Give up transfers whose time is over, so that no wait on another party is without end.
+
+    Steps in flight were sent before the other side hears of it: they are a fence for the blocks.
+    """
     now = state.now
+    fence = state.in_flight[-1].step_id if state.in_flight else None
     for request in [r for r in state.holding if r.deadline is not None and r.deadline <= now]:
         if request.status is RequestStatus.WAITING_FOR_REMOTE_KVS:
             state.connector.on_expired(request.request_id)
-            _fail_load(state, request, "no report from the KV transfer in time")
+            _fail_load(state, request, "no report from the KV transfer in time", fence)
     for request_id in [key for key, lease in state.leases.items() if lease.deadline <= now]:
         state.connector.on_expired(request_id)
-        state.end_lease(request_id)
+        del state.leases[request_id]
+        state.kv.end_lease(request_id, fence)
 
 
 def _end_load(state: SchedulerState, request_id: str, *, failed: bool) -> None:
@@ -49,10 +54,12 @@ def _end_load(state: SchedulerState, request_id: str, *, failed: bool) -> None:
     request.move(RequestStatus.WAITING)
 
 
-def _fail_load(state: SchedulerState, request: Request, error: str) -> None:
+def _fail_load(state: SchedulerState, request: Request, error: str, fence: int | None = None) -> None:
     """The transfer is over: the request ends, or computes everything itself."""
     request.move(RequestStatus.WAITING)
     request.deadline = None
+    state.kv.free(request.request_id, fence)
+    request.num_slots = 0
     if state.connector.load_failure_policy == "fail":
         state.fail(request, error)
         return
