@@ -180,4 +180,6 @@ class Admission:
         if request is state.blocked_head:
             state.blocked_head = None
         self.num_tokens = num_tokens
-        state.recorder.on_admitted(request.request_id, local, external, resumed, state.now)
+        hashes, index = request.hash_chain.hashes, local // state.kv.block_size
+        missed = hashes[index] if request.takes_hits and index < len(hashes) else None
+        state.recorder.on_admitted(request.request_id, local, external, missed, resumed, state.now)

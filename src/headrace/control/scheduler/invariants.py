@@ -26,7 +26,7 @@ def _check_queues(state: SchedulerState) -> None:
     assert all(r.status in _WITHOUT_BLOCKS for r in state.waiting)
     assert all(r.status in _HOLDING for r in state.holding)
     assert len(state.running) <= state.section.max_num_seqs
-    policy = state.running._policy
+    policy = state.running.policy
     for queue in queues:
         keys = [policy.key(request) for request in queue]
         assert keys == sorted(keys), "a queue is out of order"

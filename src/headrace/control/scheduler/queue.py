@@ -47,7 +47,7 @@ class RequestQueue:
     """Requests in the order of a policy. ``requests`` is for reading."""
 
     def __init__(self, policy: Policy) -> None:
-        self._policy = policy
+        self.policy = policy
         self.requests: list[Request] = []
 
     def __len__(self) -> int:
@@ -61,11 +61,11 @@ class RequestQueue:
 
     def add(self, request: Request) -> None:
         """Insert a request at its place."""
-        insort(self.requests, request, key=self._policy.key)
+        insort(self.requests, request, key=self.policy.key)
 
     def remove(self, request: Request) -> bool:
         """Take a request out; ``False`` when it is not here."""
-        key = self._policy.key
+        key = self.policy.key
         index = bisect_left(self.requests, key(request), key=key)
         if index < len(self.requests) and self.requests[index] is request:
             del self.requests[index]

@@ -46,8 +46,10 @@ class StepRecorder(Protocol):
         """The reason for which a request waits has changed."""
         ...
 
-    def on_admitted(self, request_id: str, local_hit: int, external_hit: int, resumed: bool, now: float) -> None:
-        """A request runs, with this many tokens from the caches."""
+    def on_admitted(
+        self, request_id: str, local_hit: int, external_hit: int, missed: bytes | None, resumed: bool, now: float
+    ) -> None:
+        """A request runs, with this many tokens from the caches; ``missed`` is the first block hash not found here."""
         ...
 
     def on_preempted(self, victim: str, cause: WaitReason, beneficiary: str, now: float) -> None:
@@ -78,7 +80,9 @@ class NullStepRecorder:
     def on_waiting(self, request_id: str, reason: WaitReason, now: float) -> None:
         return None
 
-    def on_admitted(self, request_id: str, local_hit: int, external_hit: int, resumed: bool, now: float) -> None:
+    def on_admitted(
+        self, request_id: str, local_hit: int, external_hit: int, missed: bytes | None, resumed: bool, now: float
+    ) -> None:
         return None
 
     def on_preempted(self, victim: str, cause: WaitReason, beneficiary: str, now: float) -> None:
