@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections import deque
 from dataclasses import dataclass, field
+from hashlib import sha256
 from random import Random
 
 import pytest
@@ -17,7 +18,7 @@ from headrace.control.kv_cache.block import KVBlock
 from headrace.control.kv_cache.events import AllBlocksCleared, BlockRemoved, BlockStored, EventBuffer
 from headrace.control.kv_cache.free_queue import FreeQueue
 from headrace.control.kv_cache.hashing import ExtraKey, HashChain, make_root
-from headrace.control.kv_cache.manager import KVCacheManager
+from headrace.control.kv_cache.manager import BlockState, KVCacheManager
 from headrace.control.kv_cache.planning import describe, max_concurrency, num_cache_tokens, plan_kv_cache
 from headrace.messages.kv_cache import KVCacheConfig, KVCacheKind
 from tests.control.fake_runner import BLOCK, make_kv, make_spec
@@ -130,6 +131,17 @@ def test_extra_keys_are_typed_and_framed() -> None:
     assert make_root(4) != make_root(8)
 
 
+@given(st.integers(1, 5), st.lists(st.integers(0, 2**32 - 1), max_size=40), st.sampled_from(["", "x", "ü"]))
+def test_hashing_is_its_slow_twin(block_size: int, tokens: list[int], salt: str) -> None:
+    chain = HashChain(block_size, [ExtraKey("salt", salt)])
+    parent, expected = make_root(block_size, [ExtraKey("salt", salt)]), []
+    for end in range(block_size, len(tokens) + 1, block_size):
+        data = b"".join(token.to_bytes(4, "little") for token in tokens[end - block_size : end])
+        parent = sha256(parent + data).digest()
+        expected.append(parent)
+    assert chain.extend(tokens, len(tokens)) == expected
+
+
 # Manager
 
 
@@ -239,6 +251,20 @@ def test_blocks_behind_a_fence_come_back_when_the_step_is_committed() -> None:
     manager.check_invariants()
     manager.release_fenced(5)
     assert manager.pool.num_free == 16 and not manager.has_fenced
+
+
+def test_block_states_say_who_holds_what() -> None:
+    manager = make_manager(13)
+    run_through(manager, Holder("a", list(range(9))))
+    run_through(manager, Holder("b", list(range(10))))
+    run_through(manager, Holder("c", [50] * 9))
+    run_through(manager, Holder("d", [70] * 5))
+    manager.free("c", fence=3)
+    manager.free("d")
+    states = [BlockState(state).name for state in manager.get_block_states()]
+    count = {name: states.count(name) for name in states}
+    assert count == {"NULL": 1, "SHARED": 2, "OWNED": 2, "PENDING": 3, "CACHED": 1, "FREE": 4}
+    assert states[0] == "NULL"
 
 
 def test_equal_contents_keep_their_own_blocks() -> None:

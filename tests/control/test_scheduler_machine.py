@@ -151,4 +151,4 @@ class TestScheduler(SchedulerMachine.TestCase):  # type: ignore[misc]
 @pytest.mark.long
 @pytest.mark.timeout(3600)
 class TestSchedulerLong(SchedulerMachine.TestCase):  # type: ignore[misc]
-    settings = settings(max_examples=3000, stateful_step_count=80, **SETTINGS)
+    settings = settings(max_examples=600, stateful_step_count=80, **SETTINGS)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import NamedTuple, Protocol
 
 from headrace.control.kv_cache.block import KVBlock
@@ -40,6 +41,20 @@ class CacheableRequest(Protocol):
 
     @property
     def takes_hits(self) -> bool: ...
+
+
+class BlockState(IntEnum):
+    """What a block is to someone who looks at the cache; ``FREE`` holds nothing, ``CACHED`` has no owner but contents.
+
+    ``SHARED`` has several owners; ``PENDING`` waits for a step in flight or a transfer.
+    """
+
+    NULL = 0
+    FREE = 1
+    CACHED = 2
+    OWNED = 3
+    SHARED = 4
+    PENDING = 5
 
 
 class ComputedBlocks(NamedTuple):
@@ -113,6 +128,20 @@ class KVCacheManager:
     def get_block_ids(self, request_id: str) -> BlockIds:
         """The request's tables; empty lists for one without blocks."""
         return self.coordinator.get_block_ids(request_id)
+
+    def get_block_states(self) -> bytes:
+        """A `BlockState` for each block, in the order of ids."""
+        states = bytearray(len(self.pool.blocks))
+        for block in self.pool.blocks[1:]:
+            if block.ref_count == 0:
+                states[block.block_id] = BlockState.FREE if block.block_hash is None else BlockState.CACHED
+            else:
+                states[block.block_id] = BlockState.OWNED if block.ref_count == 1 else BlockState.SHARED
+        for blocks in (*(blocks for _, blocks in self._fenced), *self._leased.values()):
+            for block in blocks:
+                if block.ref_count == 1:
+                    states[block.block_id] = BlockState.PENDING
+        return bytes(states)
 
     def num_slots(self, request_id: str) -> int:
         """Tokens for which the request holds slots."""
