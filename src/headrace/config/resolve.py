@@ -126,6 +126,8 @@ def _check(r: _Resolver) -> None:
             raise ConfigError(f"--{path.split('.')[1].replace('_', '-')} must be an integer of at least {low}")
     if not 0.0 < r.get("cache.kv_cache_share") < 1.0:
         raise ConfigError("--kv-cache-share must lie between 0 and 1")
+    if not 0.0 < r.get("model.grammar_timeout_s") < float("inf"):
+        raise ConfigError("--grammar-timeout-s must be above 0")
     if not 0.0 <= r.get("scheduler.watermark") < 0.5:
         raise ConfigError("--watermark must be at least 0 and below 0.5")
     for path in ("scheduler.max_token_gap_ms", "observability.stats_interval_s"):

@@ -14,7 +14,9 @@ from headrace.base.clock import Clock, SystemClock
 from headrace.base.errors import ConfigError, HeadraceError, ModelFileError
 from headrace.base.progress import ProgressWord
 from headrace.config.sections import EngineConfig
+from headrace.control.grammar.manager import GrammarManager
 from headrace.core.engine_core import EngineCore
+from headrace.core.grammar_backend import LLGuidanceCompiler, TokenizerSource
 from headrace.executor.base import Executor
 from headrace.messages.outputs import CoreFailed
 
@@ -40,10 +42,24 @@ def build_core(
     """
     made = load_factory(executor)(config, progress, **options)
     try:
-        return EngineCore(config, made, clock or SystemClock())
+        clock = clock or SystemClock()
+        return EngineCore(config, made, clock, grammar=make_grammar(config, clock))
     except BaseException:
         made.shutdown()
         raise
+
+
+def make_grammar(config: EngineConfig, clock: Clock) -> GrammarManager:
+    """Grammars over the model's tokenizer, which is loaded when the first one is asked for."""
+
+    def load() -> TokenizerSource:
+        from headrace.model_files.tokenizer import load_tokenizer
+
+        loaded = load_tokenizer(config.model.tokenizer or config.model_path)
+        return TokenizerSource.from_loaded(loaded, config.architecture.eos_token_ids)
+
+    vocab_size = config.architecture.vocab_size
+    return GrammarManager(LLGuidanceCompiler(load, vocab_size, clock, config.model.grammar_timeout_s), vocab_size)
 
 
 def describe_cause(error: BaseException) -> str:

@@ -25,6 +25,7 @@ MAX_BAD_WORD_TOKENS = 1024
 MAX_BIASED_TOKENS = 4096
 MAX_STOP_TOKENS = 128
 MAX_LOGPROB_ENTRIES = 1 << 22
+MAX_GRAMMAR_CHARS = 1 << 17
 PRIORITY_LIMIT = 1 << 63
 
 
@@ -158,12 +159,16 @@ def check_structured_outputs(params: SamplingParams) -> None:
     asked = params.structured_outputs
     if asked is None:
         return
-    values = [getattr(asked, name) for name in asked.__struct_fields__]
+    values = [getattr(asked, name) for name in asked.__struct_fields__ if name != "reasoning"]
     if sum(value is not None and value is not False for value in values) != 1:
         message = "structured_outputs needs exactly one of json, json_object, regex, choice, grammar, structural_tag"
         raise InvalidRequestError(message, param="structured_outputs")
     if asked.choice is not None and not (asked.choice and all(asked.choice)):
         raise InvalidRequestError("structured_outputs.choice must hold texts", param="structured_outputs")
+    texts = [asked.json, asked.regex, asked.grammar, asked.structural_tag, *(asked.choice or ())]
+    if sum(len(text) for text in texts if text is not None) > MAX_GRAMMAR_CHARS:
+        message = f"structured_outputs must not be longer than {MAX_GRAMMAR_CHARS} characters"
+        raise InvalidRequestError(message, param="structured_outputs")
 
 
 def check_masks(params: SamplingParams, eos: Sequence[int], bad_words: Sequence[Sequence[int]]) -> None:

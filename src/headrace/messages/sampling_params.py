@@ -29,8 +29,22 @@ class RequestOutputKind(str, Enum):
     FINAL_ONLY = "final_only"
 
 
+class ReasoningSpan(msgspec.Struct, frozen=True):
+    """The reasoning part that precedes a constrained output: its marks, and whether the prompt has opened it already.
+
+    One that is not open yet may be left out by the model.
+    """
+
+    start: str
+    end: str
+    open: bool
+
+
 class StructuredOutputParams(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Exactly one way of constraining the output is set."""
+    """Exactly one way of constraining the output is set; with ``reasoning`` it holds for what follows that part.
+
+    ``json`` is a JSON schema and ``structural_tag`` a JSON object, both as text; ``grammar`` is Lark.
+    """
 
     json: str | None = None
     json_object: bool = False
@@ -38,6 +52,7 @@ class StructuredOutputParams(msgspec.Struct, frozen=True, omit_defaults=True):
     choice: tuple[str, ...] | None = None
     grammar: str | None = None
     structural_tag: str | None = None
+    reasoning: ReasoningSpan | None = None
 
 
 def _check_range(name: str, value: Any, low: float, high: float, *, open_low: bool = False) -> None:

@@ -1,8 +1,8 @@
 """The grammars of living requests: their compilation, and a matcher each that follows the tokens.
 
 Owns one matcher per request for life. It advances over committed tokens alone, so preemption, steps in flight and steps
-that are run again leave it as it is: whatever is sampled next is sampled from a mask made after the last commit. Each of
-the ``n`` answers of a request has its own. It knows nothing of threads, time or the library behind the protocol.
+that are run again leave it as it is: whatever is sampled next is sampled from a mask made after the last commit. Each
+of the ``n`` answers of a request has its own. It knows nothing of threads, time or the library behind the protocol.
 
 A matcher that fails gives a mask without any token; the sampler then ends that row and no other.
 """

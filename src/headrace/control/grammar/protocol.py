@@ -41,7 +41,7 @@ class Matcher(Protocol):
     """One text under one grammar: where it stands, and what may come next."""
 
     def accept(self, token_ids: list[int]) -> str | None:
-        """Advance over tokens; the error when one of them is not allowed. What ends the text is allowed once it may end."""
+        """Advance over tokens, the one that ends the text included; the error when one of them is not allowed."""
         ...
 
     def fill_mask(self, words: np.ndarray) -> str | None:

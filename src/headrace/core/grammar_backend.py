@@ -1,0 +1,330 @@
+"""Grammars through llguidance, compiled on threads and followed in the core's own.
+
+Owns the library's tokenizer (built once, on the first use, from the model's tokenizer with the width of the logits and
+every id that ends a text), the bounds on what a grammar may cost, and a cache of compiled ones. A grammar that is not
+ready in its time counts as failed, even while its thread is still at work. It knows nothing of requests.
+
+llguidance compiles lazily and within a budget of its own for each step, so that neither a compilation nor a mask can
+take long; the time limit stands behind that.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from headrace.base.clock import Clock
+from headrace.base.errors import HeadraceError
+from headrace.core.daemon_pool import DaemonPool, PoolFullError
+from headrace.core.grammar_source import make_source
+from headrace.messages.sampling_params import StructuredOutputParams
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+    from headrace.model_files.tokenizer import LoadedTokenizer
+
+CACHE_SIZE = 128
+MAX_TOKENIZER_S = 60.0
+
+
+class GrammarError(Exception):
+    """A grammar that cannot be enforced; the message is for the client."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerSource:
+    """What the library's tokenizer is built from.
+
+    Attributes:
+        json: the text of ``tokenizer.json``.
+        eos_token_ids: every id that ends a text.
+        special_token_ids: special tokens by name.
+    """
+
+    json: str
+    eos_token_ids: Sequence[int]
+    special_token_ids: Mapping[str, int]
+
+    @staticmethod
+    def from_loaded(loaded: LoadedTokenizer, more_eos_ids: Sequence[int] = ()) -> TokenizerSource:
+        """From a tokenizer and the ids that the model's own configuration adds."""
+        eos = tuple(dict.fromkeys([*loaded.info.eos_token_ids, *more_eos_ids]))
+        return TokenizerSource(loaded.tokenizer.to_str(), eos, loaded.info.special_tokens)
+
+
+class GrammarTokenizer:
+    """The vocabulary as grammars see it.
+
+    Args:
+        source: of the model.
+        vocab_size: width of the logits; ids beyond the tokenizer are never allowed.
+
+    Raises:
+        GrammarError: the tokenizer is of a kind that the library cannot read.
+    """
+
+    def __init__(self, source: TokenizerSource, vocab_size: int) -> None:
+        from llguidance import LLTokenizer
+
+        self.special_token_ids = source.special_token_ids
+        self.eos_token_ids = frozenset(i for i in source.eos_token_ids if 0 <= i < vocab_size)
+        if not self.eos_token_ids:
+            raise GrammarError("the model has no token that ends a text, so nothing could end a structured output")
+        try:
+            self.backend: LLTokenizer = LLTokenizer(
+                source.json, n_vocab=vocab_size, eos_token=sorted(self.eos_token_ids)
+            )
+        except Exception as error:  # noqa: BLE001 (the library raises plain exceptions)
+            raise GrammarError(f"this model's tokenizer cannot be used for structured output: {error}") from None
+        self.num_words = -(-vocab_size // 32)
+        self._starts: dict[bytes, np.ndarray] = {}
+        self._lock = threading.Lock()
+        self._vocab_size = vocab_size
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that a token stands for, none for special ones."""
+        return b"" if self.backend.is_special_token(token_id) else self.backend.decode_bytes([token_id])
+
+    def starting_with(self, alphabet: bytes) -> np.ndarray:
+        """The words of a mask of the tokens whose first byte is in ``alphabet``."""
+        with self._lock:
+            if alphabet not in self._starts:
+                firsts = {bytes([byte]) for byte in alphabet}
+                hits = [self.token_bytes(i)[:1] in firsts for i in range(self._vocab_size)]
+                bits = np.zeros(self.num_words * 32, dtype=np.uint8)
+                bits[: len(hits)] = hits
+                self._starts[alphabet] = np.packbits(bits, bitorder="little").view(np.int32)
+            return self._starts[alphabet]
+
+
+class _RunBounds:
+    """Keeps numbers and white space between the strings of a JSON text from going on for ever.
+
+    JSON sets no limit to either, and small models find no way out. After so many bytes of one, tokens that begin with
+    another are left out, as long as others remain.
+    """
+
+    _RUNS = ((b"0123456789.eE+-", 40), (b" \t\r\n", 24))
+
+    def __init__(self, tokenizer: GrammarTokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._in_string = False
+        self._escaped = False
+        self._tail = b""
+
+    def accept(self, token_id: int) -> None:
+        """Follow a token."""
+        for byte in self._tokenizer.token_bytes(token_id):
+            if self._in_string:
+                self._in_string = self._escaped or byte != 0x22
+                self._escaped = byte == 0x5C and not self._escaped
+                self._tail = b""
+            else:
+                self._in_string = byte == 0x22
+                self._tail = (self._tail + bytes([byte]))[-64:]
+
+    def apply(self, words: np.ndarray) -> None:
+        """Take what would go on too long out of a mask."""
+        for alphabet, limit in self._RUNS:
+            if len(self._tail) - len(self._tail.rstrip(alphabet)) >= limit:
+                rest = words & ~self._tokenizer.starting_with(alphabet)
+                if rest.any():
+                    words[:] = rest
+
+
+class LLGuidanceMatcher:
+    """One text under one grammar; see `headrace.control.grammar.protocol.Matcher`."""
+
+    def __init__(self, matcher: LLMatcher, tokenizer: GrammarTokenizer, bounds: _RunBounds | None) -> None:
+        self._matcher = matcher
+        self._tokenizer = tokenizer
+        self._bounds = bounds
+        self._over = False
+
+    def accept(self, token_ids: list[int]) -> str | None:
+        """Advance over tokens; the error when one of them is not allowed."""
+        for token_id in token_ids:
+            if self._over:
+                # A request that ignores the end of a text goes on with the token that ends it.
+                return None
+            if not self._matcher.consume_token(token_id):
+                return f"the grammar does not allow token {token_id}: {explain(self._matcher.get_error())}"
+            if token_id in self._tokenizer.eos_token_ids and self._matcher.is_stopped():
+                self._over = True
+            elif self._bounds is not None:
+                self._bounds.accept(token_id)
+        return None
+
+    def fill_mask(self, words: np.ndarray) -> str | None:
+        """Set the bits of the tokens that may come next."""
+        assert words.dtype == np.int32 and words.flags.c_contiguous and len(words) == self._tokenizer.num_words
+        self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+        if self._matcher.is_error():
+            words.fill(0)
+            return explain(self._matcher.get_error())
+        if self._bounds is not None:
+            self._bounds.apply(words)
+        return None
+
+
+class CompiledGrammar:
+    """A grammar at the start of a text, never advanced itself."""
+
+    def __init__(self, matcher: LLMatcher, tokenizer: GrammarTokenizer, bounds_runs: bool) -> None:
+        self._matcher = matcher
+        self._tokenizer = tokenizer
+        self._bounds_runs = bounds_runs
+
+    def make_matcher(self) -> LLGuidanceMatcher:
+        """A matcher at the start of a text."""
+        bounds = _RunBounds(self._tokenizer) if self._bounds_runs else None
+        return LLGuidanceMatcher(self._matcher.deep_copy(), self._tokenizer, bounds)
+
+
+def compile_grammar(params: StructuredOutputParams, tokenizer: GrammarTokenizer) -> CompiledGrammar:
+    """Compile, and make the first mask, so that what nothing can satisfy is found before any token.
+
+    Raises:
+        GrammarError: it cannot be enforced as asked.
+        InvalidRequestError: it has a wrong shape.
+    """
+    from llguidance import LLMatcher, LLParserLimits
+
+    source = make_source(params, tokenizer.special_token_ids)
+    # A step that needs more fails; a lexer state is a kilobyte or two.
+    limits = LLParserLimits(
+        initial_lexer_fuel=1_000_000,
+        step_lexer_fuel=200_000,
+        step_max_items=50_000,
+        max_lexer_states=50_000,
+        max_grammar_size=500_000,
+        verbose_errors=False,
+    )
+    matcher = LLMatcher(tokenizer.backend, source, log_level=0, limits=limits)
+    if matcher.is_error():
+        raise GrammarError(explain(matcher.get_error()))
+    if matcher.get_grammar_warnings():
+        raise GrammarError(explain(matcher.get_grammar_warnings()[0]))
+    probe = matcher.deep_copy()
+    probe.compute_bitmask()
+    if probe.is_error():
+        raise GrammarError(explain(probe.get_error()))
+    if probe.is_stopped() and not probe.is_accepting():
+        raise GrammarError("no text can satisfy it")
+    return CompiledGrammar(matcher, tokenizer, bounds_runs=params.json is not None or params.json_object)
+
+
+def explain(text: str) -> str:
+    """The library's message in one short line that does not repeat what the client sent."""
+    named = re.search(r"^error: (.*)$", text, re.MULTILINE) or re.search(r"\(in regex\): ([^;\n]*)", text)
+    if named:
+        return f"the regular expression is not supported: {named.group(1)[:200].rstrip()}"
+    line = text.strip().splitlines()[0] if text.strip() else "no reason given"
+    line = re.sub(r"^at \d+\(\d+\): ", "", line)
+    line = re.sub(r"following special tokens are available.*", "", line)
+    return line[:200].rstrip("; ")
+
+
+class _Compilation:
+    """See `headrace.control.grammar.protocol.Compilation`."""
+
+    def __init__(self, clock: Clock, limit_s: float) -> None:
+        self._clock = clock
+        self._limit_s = limit_s
+        self._deadline = clock.monotonic() + limit_s + MAX_TOKENIZER_S
+        self.future: Future[CompiledGrammar] | None = None
+        self._failure: str | None = None
+
+    def begin(self) -> None:
+        """The work proper begins: from now on its own limit counts."""
+        self._deadline = self._clock.monotonic() + self._limit_s
+
+    def refuse(self, reason: str) -> None:
+        """There will be no grammar."""
+        self._failure = reason
+
+    @property
+    def done(self) -> bool:
+        if self._failure is None:
+            assert self.future is not None
+            if self.future.done():
+                return True
+            if self._clock.monotonic() > self._deadline:
+                self.future.cancel()
+                self._failure = f"compiling the grammar took longer than {self._limit_s:g} s"
+        return self._failure is not None
+
+    def get_error(self) -> str | None:
+        if self._failure is None:
+            assert self.future is not None
+            error = self.future.exception(timeout=0)
+            if error is not None:
+                known = isinstance(error, (GrammarError, HeadraceError))
+                self._failure = str(error) if known else f"{type(error).__name__}: {error}"
+        return None if self._failure is None else f"structured_outputs: {self._failure}"
+
+    def make_matcher(self) -> LLGuidanceMatcher:
+        assert self.future is not None
+        return self.future.result(timeout=0).make_matcher()
+
+
+class LLGuidanceCompiler:
+    """Compiles on a few threads.
+
+    Args:
+        load: gives the model's tokenizer; called once, on a thread.
+        vocab_size: width of the logits.
+        clock: for the time limit.
+        limit_s: most seconds that one compilation may take.
+    """
+
+    def __init__(self, load: Callable[[], TokenizerSource], vocab_size: int, clock: Clock, limit_s: float) -> None:
+        self._load = load
+        self._vocab_size = vocab_size
+        self._clock = clock
+        self._limit_s = limit_s
+        self._pool = DaemonPool("grammar")
+        self._lock = threading.Lock()
+        self._tokenizer: GrammarTokenizer | GrammarError | None = None
+        self._cache: OrderedDict[StructuredOutputParams, _Compilation] = OrderedDict()
+
+    def compile(self, params: StructuredOutputParams) -> _Compilation:
+        """Begin to compile, or return what is there for equal parameters."""
+        known = self._cache.get(params)
+        if known is not None and not (known.done and known.get_error()):
+            self._cache.move_to_end(params)
+            return known
+        made = _Compilation(self._clock, self._limit_s)
+        try:
+            made.future = self._pool.submit(lambda: self._work(params, made))
+        except PoolFullError:
+            made.refuse("too many grammars wait to be compiled")
+            return made
+        self._cache[params] = made
+        if len(self._cache) > CACHE_SIZE:
+            self._cache.popitem(last=False)
+        return made
+
+    def _work(self, params: StructuredOutputParams, compilation: _Compilation) -> CompiledGrammar:
+        tokenizer = self._get_tokenizer()
+        compilation.begin()
+        return compile_grammar(params, tokenizer)
+
+    def _get_tokenizer(self) -> GrammarTokenizer:
+        with self._lock:
+            if self._tokenizer is None:
+                try:
+                    self._tokenizer = GrammarTokenizer(self._load(), self._vocab_size)
+                except (GrammarError, HeadraceError) as error:
+                    self._tokenizer = GrammarError(str(error))
+            if isinstance(self._tokenizer, GrammarError):
+                raise GrammarError(str(self._tokenizer))
+            return self._tokenizer
