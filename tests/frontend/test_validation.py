@@ -136,6 +136,14 @@ def test_max_tokens_is_cut_to_the_room(asked: int | None, given: int, byte_level
     assert request.sampling.max_tokens == given
 
 
+@pytest.mark.parametrize(("asked", "given"), [(-1, 0), (0, 0), (1, 1), (999, 999), (1000, 0), (2**40, 0)])
+def test_top_k_is_small_or_none(asked: int, given: int, byte_level: Tokenizer) -> None:
+    """B094: no number reaches the sampler that its tables cannot hold."""
+    params = SamplingParams(top_k=asked)
+    request = make_input(byte_level).make_request(PromptTokens(PROMPT), params, external_id="x", arrival=0.0)
+    assert request.sampling.top_k == given
+
+
 def test_min_tokens_follows_the_room(byte_level: Tokenizer) -> None:
     params = SamplingParams(max_tokens=None, min_tokens=500)
     request = make_input(byte_level).make_request(PromptTokens(PROMPT), params, external_id="x", arrival=0.0)

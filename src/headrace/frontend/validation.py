@@ -221,7 +221,12 @@ def resolve_max_tokens(params: SamplingParams, num_prompt_tokens: int, limits: R
 def resolve_sampling(
     params: SamplingParams, num_prompt_tokens: int, seed: int, limits: RequestLimits
 ) -> SamplingParams:
-    """Return the sampling with ``max_tokens``, ``min_tokens`` and ``seed`` as they will be in force."""
+    """Return the sampling as it will be in force: limits within the room, no ``top_k`` that limits nothing, a seed."""
     max_tokens = resolve_max_tokens(params, num_prompt_tokens, limits)
-    min_tokens = min(params.min_tokens, max_tokens)
-    return msgspec.structs.replace(params, max_tokens=max_tokens, min_tokens=min_tokens, seed=seed)
+    return msgspec.structs.replace(
+        params,
+        max_tokens=max_tokens,
+        min_tokens=min(params.min_tokens, max_tokens),
+        top_k=params.top_k if 0 < params.top_k < limits.vocab_size else 0,
+        seed=seed,
+    )
