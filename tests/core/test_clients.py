@@ -325,6 +325,21 @@ async def test_a_core_whose_parent_dies_exits() -> None:
             await asyncio.sleep(0.02)
 
 
+def test_a_client_that_is_forgotten_leaves_nothing_behind(tmp_path: Path) -> None:
+    program = textwrap.dedent(
+        f"""
+        import tempfile
+        tempfile.tempdir = {str(tmp_path)!r}
+        from headrace.core.process_client import ProcessClient
+        from headrace.testing.engine_config import make_engine_config
+        print(ProcessClient(make_engine_config(), {EXECUTOR!r}).pid)
+        """
+    )
+    finished = subprocess.run([sys.executable, "-c", program], check=True, stdout=subprocess.PIPE, timeout=30)
+    assert _processes_of_session(int(finished.stdout)) == []
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_the_client_side_imports_no_torch() -> None:
     modules = (
         "headrace.core.client",

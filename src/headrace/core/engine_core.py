@@ -13,7 +13,7 @@ is the end of the core.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from msgspec import to_builtins
@@ -23,8 +23,9 @@ from headrace.base.errors import EngineDeadError, HeadraceError, InvalidRequestE
 from headrace.base.logging import get_logger
 from headrace.config.sections import EngineConfig
 from headrace.control.grammar.protocol import Grammar
+from headrace.control.kv_cache.events import EventSink
 from headrace.control.kv_cache.planning import describe, max_concurrency, num_cache_tokens, plan_kv_cache
-from headrace.control.scheduler.recorder import StepRecorder
+from headrace.control.scheduler.recorder import NullStepRecorder, StepRecorder
 from headrace.control.scheduler.scheduler import Scheduler
 from headrace.core.lifecycle import CoreState, Verb, admits, next_state, runs_steps
 from headrace.core.outbox import Outbox
@@ -59,7 +60,10 @@ class CoreGrammar(Grammar, Protocol):
     """Grammars as scheduler and core need them."""
 
     def make_bitmask(self, step: SchedulerOutput) -> GrammarOutput:
-        """Which tokens each of ``step.grammar`` may sample, given all tokens that are certain."""
+        """Which tokens each of ``step.grammar`` may sample, given all tokens that are certain.
+
+        Some of them may have ended since; they need no mask.
+        """
         ...
 
 
@@ -73,6 +77,8 @@ class EngineCore:
         connector: scheduler side of the KV connector; none by default.
         grammar: compiles grammars and makes bitmasks; by default requests that need one end with an error.
         recorder: takes note of decisions; nobody by default.
+        events: told what becomes findable in the KV cache; nobody by default.
+        views: more topics of `Query`, each given the query's argument.
 
     Raises:
         ConfigError, ModelFileError: it cannot start, with the remedy.
@@ -87,12 +93,16 @@ class EngineCore:
         connector: SchedulerConnector | None = None,
         grammar: CoreGrammar | None = None,
         recorder: StepRecorder | None = None,
+        events: EventSink | None = None,
+        views: Mapping[str, Callable[[str | None], Any]] | None = None,
     ) -> None:
         self.config = config
         self.state = CoreState.READY
         self.stalled = False
         self._executor = executor
         self._clock = clock
+        self._recorder = recorder if recorder is not None else NullStepRecorder()
+        self._views = views or {}
         began = clock.monotonic()
         loaded = executor.start()
         cache, max_model_len = config.cache, config.max_model_len
@@ -123,7 +133,8 @@ class EngineCore:
             pipeline_depth=depth,
             connector=connector,
             grammar=grammar,
-            recorder=recorder,
+            recorder=self._recorder,
+            events=events,
         )
         self._pipeline = Pipeline(executor, depth, grammar.make_bitmask if grammar is not None else _make_no_bitmask)
         self._recovery = StepRecovery(self.scheduler, self._pipeline, clock, self._commit, self._tell)
@@ -217,6 +228,7 @@ class EngineCore:
             launched = bool(step.num_scheduled_tokens) or step.connector is not None
             if launched:
                 pipeline.launch(step)
+                self._recorder.on_launched(step.step_id, self._clock.monotonic())
         # The pipeline is filled first; then its oldest step is committed.
         flight = None if launched and pipeline.has_room else pipeline.take_oldest()
         if flight is not None:
@@ -247,6 +259,7 @@ class EngineCore:
     def _commit(self, step: SchedulerOutput, output: ModelRunnerOutput) -> None:
         self._outbox.add(self.scheduler.update_from_output(step, output, self._clock.monotonic()))
         self._pipeline.committed()
+        self._recorder.on_updated(step.step_id, output.stats, self.scheduler.kv.usage, self._clock.monotonic())
         self._has_news = True
 
     def _tell(self, outputs: dict[int, list[EngineCoreOutput]]) -> None:
@@ -273,7 +286,9 @@ class EngineCore:
             self._has_news = False
             self._stats_due = now + STATS_INTERVAL_S
             self._outbox.set_stats(0, self.scheduler.make_stats())
-        return self._outbox.take()
+        outputs = self._outbox.take()
+        self._recorder.on_output(self._clock.monotonic())
+        return outputs
 
     def _quiesce(self) -> None:
         """Commit everything in flight, so that nothing runs."""
@@ -330,9 +345,12 @@ class EngineCore:
             "config": lambda: to_builtins(self.config),
             "attention": lambda: {"chosen": self.ready.attention, "refused": self._refused_attention},
         }
-        if request.topic not in topics:
-            raise InvalidRequestError(f"nothing is known about '{request.topic}'; topics: {', '.join(topics)}")
-        return topics[request.topic]()
+        if request.topic in topics:
+            return topics[request.topic]()
+        if request.topic in self._views:
+            return self._views[request.topic](request.argument)
+        known = ", ".join([*topics, *self._views])
+        raise InvalidRequestError(f"nothing is known about '{request.topic}'; topics: {known}")
 
     def _describe_state(self) -> dict[str, Any]:
         scheduler = self.scheduler

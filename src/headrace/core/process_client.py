@@ -19,6 +19,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import weakref
 from typing import Any
 
 import zmq
@@ -77,6 +78,8 @@ class ProcessClient(EngineCoreClient):
     ) -> None:
         self._start_timeout_s = start_timeout_s
         self._folder = tempfile.mkdtemp(prefix="headrace-")
+        # Should nobody come to remove it: a client that is forgotten, an interpreter that ends.
+        weakref.finalize(self, shutil.rmtree, self._folder, True)
         self._progress = ProgressWord(shared=True, folder=self._folder)
         self._context = zmq.Context()
         self._input = self._bind(zmq.PUSH, input_address(self._folder))
@@ -264,10 +267,14 @@ class ProcessClient(EngineCoreClient):
                 return
             await asyncio.sleep(0.01)
         if not self._stopping:
-            self._mailbox.fail(f"the engine core {self._how_it_ended()}; the log has its last words")
+            self._mailbox.fail(
+                f"the engine core {self._how_it_ended()}; the log has its last words. Restart the server"
+            )
 
     def _how_it_ended(self) -> str:
         code = self._process.wait()
+        if code == -signal.SIGKILL:
+            return "was ended by SIGKILL, which the kernel sends when memory is short (or somebody did)"
         if code < 0:
             return f"was ended by {signal.Signals(-code).name}"
         return f"exited with code {code}"

@@ -1,4 +1,4 @@
-"""A grammar that allows, at each position, only tokens of one parity; its compilation takes a number of looks.
+"""A grammar that allows only even and odd tokens by turns; its compilation takes a number of looks.
 
 It follows certain tokens alone, so a mask made before the last token was known would be for the wrong position, and the
 test that reads the tokens would see it.
@@ -10,6 +10,11 @@ import numpy as np
 
 from headrace.messages.requests import EngineCoreRequest
 from headrace.messages.scheduler_output import GrammarOutput, SchedulerOutput
+
+
+def forbidden_tokens(vocab_size: int, index: int) -> range:
+    """What the grammar does not allow as output number ``index``."""
+    return range(1 - index % 2, vocab_size, 2)
 
 
 class FakeGrammar:
@@ -48,9 +53,11 @@ class FakeGrammar:
         self._num_accepted.pop(request_id, None)
 
     def make_bitmask(self, step: SchedulerOutput) -> GrammarOutput:
+        # A request that ended since the step was scheduled needs no mask.
+        request_ids = [request_id for request_id in step.grammar if request_id in self._num_accepted]
         num_words = -(-self._vocab_size // 32)
         patterns = (np.uint32(0x5555_5555), np.uint32(0xAAAA_AAAA))
-        rows = [np.full(num_words, patterns[self._num_accepted[r] % 2], dtype=np.uint32) for r in step.grammar]
+        rows = [np.full(num_words, patterns[self._num_accepted[r] % 2], dtype=np.uint32) for r in request_ids]
         return GrammarOutput(
-            request_ids=list(step.grammar), bitmask=b"".join(row.tobytes() for row in rows), num_words=num_words
+            request_ids=request_ids, bitmask=b"".join(row.tobytes() for row in rows), num_words=num_words
         )

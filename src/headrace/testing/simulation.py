@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -21,9 +22,11 @@ from headrace.core.loop import STALLED_S
 from headrace.messages.outputs import EngineCoreOutput, FinishReason
 from headrace.messages.requests import AnyControl, EngineCoreRequest, ResetPrefixCache, Sleep, Wake
 from headrace.messages.runner_output import ModelRunnerOutput
+from headrace.messages.sampling_params import StructuredOutputParams
 from headrace.messages.scheduler_output import SchedulerOutput
 from headrace.testing.engine_config import make_architecture, make_engine_config
 from headrace.testing.fake_connector import FakeConnector, FakeWorkerConnector
+from headrace.testing.fake_grammar import FakeGrammar, forbidden_tokens
 from headrace.testing.faults import FaultPlan
 from headrace.testing.requests import make_request
 from headrace.testing.simulated_executor import SimulatedExecutor, StepCost
@@ -120,6 +123,7 @@ def _draw_requests(random: Random, max_model_len: int, *, with_faults: bool) -> 
     prefixes = [[random.randrange(VOCAB) for _ in range(max_model_len // 2)] for _ in range(3)]
     requests = []
     arrival = 0.0
+    constrained = random.choice([0.0, 0.0, 0.3])
     for number in range(random.randint(2, 24)):
         length = random.randint(1, max_model_len - 1)
         shared = random.choice(prefixes)[: random.randint(0, length)] if random.random() < 0.6 else []
@@ -140,6 +144,7 @@ def _draw_requests(random: Random, max_model_len: int, *, with_faults: bool) -> 
             seed=random.randrange(100),
             sampling={
                 "stop_token_ids": (random.randrange(VOCAB),) if random.random() < 0.3 else (),
+                "structured_outputs": StructuredOutputParams(regex="x") if random.random() < constrained else None,
                 "min_tokens": min(random.choice([0, 0, 3]), max_tokens),
             },
             eos_token_ids=(7,) if random.random() < 0.5 else (),
@@ -186,7 +191,9 @@ class Simulation:
             tell_wrong_kv=not scenario.with_connector,
         )
         connector = FakeConnector(seed) if scenario.with_connector else None
-        self.core = EngineCore(scenario.config, self.executor, self._clock, connector=connector)
+        self.core = EngineCore(
+            scenario.config, self.executor, self._clock, connector=connector, grammar=FakeGrammar(VOCAB)
+        )
         self.clients: dict[str, Client] = {}
         self.counts: Counter[str] = Counter()
         self._arrivals = sorted(scenario.requests, key=lambda request: request.arrival_time)
@@ -228,9 +235,14 @@ class Simulation:
         while self._arrivals and self._arrivals[0].arrival_time <= self._clock.monotonic():
             request = self._arrivals.pop(0)
             limit = self._scenario.config.max_model_len
-            self.clients[request.request_id] = Client(
-                request, expected_output(request, vocab_size=VOCAB, max_model_len=limit)
+            constrained = request.sampling.structured_outputs is not None
+            expected = expected_output(
+                request,
+                vocab_size=VOCAB,
+                max_model_len=limit,
+                forbidden=partial(forbidden_tokens, VOCAB) if constrained else None,
             )
+            self.clients[request.request_id] = Client(request, expected)
             self.core.add_request(request)
         if self._arrivals and not self.core.has_work:
             self._clock.advance(max(0.0, self._arrivals[0].arrival_time - self._clock.monotonic()))

@@ -7,7 +7,7 @@ wrong token, wrong order or wrong KV entry on the way changes everything after i
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+from collections.abc import Callable, Collection, Container, Iterable
 from dataclasses import dataclass
 
 from headrace.messages.outputs import FinishReason
@@ -49,8 +49,17 @@ class ExpectedOutput:
     stop_reason: int | None
 
 
-def expected_output(request: EngineCoreRequest, *, vocab_size: int, max_model_len: int) -> ExpectedOutput:
-    """What any correct engine answers to ``request`` on the pseudo model."""
+def expected_output(
+    request: EngineCoreRequest,
+    *,
+    vocab_size: int,
+    max_model_len: int,
+    forbidden: Callable[[int], Collection[int]] | None = None,
+) -> ExpectedOutput:
+    """What any correct engine answers to ``request`` on the pseudo model.
+
+    ``forbidden`` says which tokens a grammar does not allow as output number ``i``.
+    """
     sampling = request.sampling
     assert sampling.max_tokens is not None
     assert sampling.seed is not None
@@ -59,7 +68,9 @@ def expected_output(request: EngineCoreRequest, *, vocab_size: int, max_model_le
     room = min(sampling.max_tokens, max_model_len - len(request.prompt_token_ids))
     token_ids: list[int] = []
     while True:
-        banned = stops if len(token_ids) < sampling.min_tokens else ()
+        banned = set(stops) if len(token_ids) < sampling.min_tokens else set()
+        if forbidden is not None:
+            banned |= set(forbidden(len(token_ids)))
         token_id = pick_token(sampling.seed, running, vocab_size, banned)
         token_ids.append(token_id)
         running = extend_hash(running, token_id)
