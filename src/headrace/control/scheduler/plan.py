@@ -126,4 +126,6 @@ def advance(state: SchedulerState, plan: StepPlan, output: SchedulerOutput) -> N
     state.ended_rows, state.preempted_rows = [], []
     state.next_step_id += 1
     num_waiting = len(state.waiting) + len(state.holding)
-    state.recorder.on_step(output, state.take_block_counts(), len(state.running), num_waiting, state.now)
+    state.recorder.on_step(
+        output, state.take_block_counts(), len(state.running), num_waiting, state.head_reason, state.now
+    )

@@ -6,7 +6,10 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
+from headrace.control.kv_cache.hashing import HashChain
 from headrace.messages.outputs import FinishReason
+from headrace.messages.requests import EngineCoreRequest
+from headrace.messages.runner_output import StepStats
 from headrace.messages.scheduler_output import SchedulerOutput
 
 
@@ -38,8 +41,8 @@ class BlockCounts:
 class StepRecorder(Protocol):
     """Takes the scheduler's decisions; never blocks, never raises."""
 
-    def on_queued(self, request_id: str, num_prompt_tokens: int, now: float) -> None:
-        """A request came."""
+    def on_queued(self, record: EngineCoreRequest, chain: HashChain, now: float) -> None:
+        """A request came; ``chain`` grows with its tokens and is for reading."""
         ...
 
     def on_waiting(self, request_id: str, reason: WaitReason, now: float) -> None:
@@ -57,13 +60,31 @@ class StepRecorder(Protocol):
         ...
 
     def on_step(
-        self, step: SchedulerOutput, blocks: BlockCounts, num_running: int, num_waiting: int, now: float
+        self,
+        step: SchedulerOutput,
+        blocks: BlockCounts,
+        num_running: int,
+        num_waiting: int,
+        head_reason: WaitReason | None,
+        now: float,
     ) -> None:
-        """A step was scheduled; its grants are in ``step.num_scheduled_tokens``."""
+        """A step was scheduled, with its grants in ``num_scheduled_tokens``; ``head_reason`` is why the head waits."""
+        ...
+
+    def on_launched(self, step_id: int, now: float) -> None:
+        """A step was handed to the executor."""
         ...
 
     def on_committed(self, step_id: int, blocks: BlockCounts, now: float) -> None:
         """A step was committed."""
+        ...
+
+    def on_updated(self, step_id: int, stats: StepStats | None, kv_usage: float, now: float) -> None:
+        """The commit of a step is through; ``stats`` is what its runner measured."""
+        ...
+
+    def on_output(self, now: float) -> None:
+        """The outputs of the latest step are ready to leave."""
         ...
 
     def on_finished(self, request_id: str, reason: FinishReason, num_output_tokens: int, now: float) -> None:
@@ -74,7 +95,7 @@ class StepRecorder(Protocol):
 class NullStepRecorder:
     """Takes decisions and forgets them."""
 
-    def on_queued(self, request_id: str, num_prompt_tokens: int, now: float) -> None:
+    def on_queued(self, record: EngineCoreRequest, chain: HashChain, now: float) -> None:
         return None
 
     def on_waiting(self, request_id: str, reason: WaitReason, now: float) -> None:
@@ -89,11 +110,26 @@ class NullStepRecorder:
         return None
 
     def on_step(
-        self, step: SchedulerOutput, blocks: BlockCounts, num_running: int, num_waiting: int, now: float
+        self,
+        step: SchedulerOutput,
+        blocks: BlockCounts,
+        num_running: int,
+        num_waiting: int,
+        head_reason: WaitReason | None,
+        now: float,
     ) -> None:
         return None
 
+    def on_launched(self, step_id: int, now: float) -> None:
+        return None
+
     def on_committed(self, step_id: int, blocks: BlockCounts, now: float) -> None:
+        return None
+
+    def on_updated(self, step_id: int, stats: StepStats | None, kv_usage: float, now: float) -> None:
+        return None
+
+    def on_output(self, now: float) -> None:
         return None
 
     def on_finished(self, request_id: str, reason: FinishReason, num_output_tokens: int, now: float) -> None:

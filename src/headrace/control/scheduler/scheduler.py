@@ -114,7 +114,7 @@ class Scheduler:
             state.grammar.start(record)
         state.requests[record.request_id] = request
         state.waiting.add(request)
-        state.recorder.on_queued(record.request_id, num_prompt, now)
+        state.recorder.on_queued(record, request.hash_chain, now)
 
     def finish_requests(
         self, ids: Iterable[str] | None, reason: FinishReason, error: str | None = None
