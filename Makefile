@@ -35,7 +35,7 @@ test-long: ## Run the tests that take minutes
 
 check: ## Check format, lint, types, imports and sizes
 	@$(BOOTSTRAP) test
-	@echo "== format" && $(BIN)/ruff format --check --quiet . || { $(BIN)/ruff format --check .; exit 1; }
+	@echo "== format" && $(BIN)/ruff format --check .
 	@echo "== lint" && $(BIN)/ruff check .
 	@echo "== types" && $(BIN)/mypy
 	@echo "== imports" && $(BIN)/lint-imports --no-logo
