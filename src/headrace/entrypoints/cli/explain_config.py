@@ -49,7 +49,11 @@ def table(rows: list[tuple[str, Any, str]]) -> str:
 
 
 def _text(value: Any) -> str:
-    return {None: "-", True: "yes", False: "no"}.get(value, str(value)) if value in (None, True, False) else str(value)
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return str(value)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -255,8 +255,12 @@ def make_http_server(app: ASGIApp, options: ServerOptions) -> uvicorn.Server:
         def capture_signals(self) -> Iterator[None]:
             yield
 
-    # uvicorn's own messages matter only when something is wrong, but requests may be logged on demand.
-    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
+    # uvicorn's own messages matter only when something is wrong; requests are logged on demand.
+    for name, level in (("uvicorn.error", logging.WARNING), ("uvicorn.access", logging.INFO)):
+        theirs = logging.getLogger(name)
+        theirs.handlers[:] = logging.getLogger("headrace").handlers
+        theirs.setLevel(level)
+        theirs.propagate = False
     settings = uvicorn.Config(
         app,
         http="httptools",
@@ -265,6 +269,7 @@ def make_http_server(app: ASGIApp, options: ServerOptions) -> uvicorn.Server:
         log_config=None,
         access_log=options.access_log,
         server_header=False,
+        proxy_headers=False,
         timeout_keep_alive=options.keep_alive_s,
         ssl_keyfile=options.ssl_keyfile,
         ssl_certfile=options.ssl_certfile,
