@@ -488,7 +488,7 @@ def test_stats_read_live_state() -> None:
     driver.add(*[make_request(f"r{i}", prompt(i, 8), 4) for i in range(3)])
     driver.turn()
     stats = driver.scheduler.make_stats()
-    assert (stats.num_running, stats.num_waiting) == (1, 2)
+    assert (stats.num_running, stats.num_waiting, stats.num_queued_tokens) == (1, 2, 16)
     assert stats.waiting_reasons == {"running_limit": 2}
     assert stats.kv_cache_usage > 0
     driver.finish(None)

@@ -50,6 +50,7 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     num_running: int = 0
     num_waiting: int = 0
+    num_queued_tokens: int = 0
     kv_cache_usage: float = 0.0
     num_preemptions: int = 0
     prompt_tokens: int = 0

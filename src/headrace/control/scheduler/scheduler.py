@@ -283,6 +283,7 @@ class Scheduler:
         return SchedulerStats(
             num_running=self.num_running,
             num_waiting=self.num_waiting,
+            num_queued_tokens=self.num_queued_tokens,
             kv_cache_usage=self.kv.usage,
             num_preemptions=state.totals.preemptions,
             prompt_tokens=state.totals.prompt_tokens,
