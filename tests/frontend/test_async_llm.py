@@ -365,6 +365,20 @@ async def test_abort_by_name_gives_a_last_output(start: Start) -> None:
         assert len(client.aborted) == 2 and is_clean(llm, client)
 
 
+async def test_an_abort_that_overtakes_its_request(start: Start) -> None:
+    """B014: whatever reaches the core after its abort is aborted again; nothing runs on for nobody."""
+    async with start(endless) as (llm, client):
+        client.gate.clear()
+        sending = asyncio.ensure_future(llm.add_request("a", SamplingParams(max_tokens=None, n=3), "x"))
+        await turn()
+        await llm.abort("x")
+        await turn()
+        client.gate.set()
+        assert [part.finish_reason for part in (await collect(await sending))[-1].outputs] == ["abort"] * 3
+        await turn()
+        assert len(client.added) == 1 and is_clean(llm, client)
+
+
 async def test_equal_client_ids_do_not_meet(start: Start) -> None:
     """B031."""
     async with start(endless) as (llm, client):

@@ -105,6 +105,11 @@ class Answer:
         """Whether there is something that a consumer has not taken."""
         return self.num_tokens != self._num_taken or (self.finish_reason is not None and not self._end_taken)
 
+    @property
+    def is_aborted(self) -> bool:
+        """Whether its client ended it."""
+        return self.finish_reason is FinishReason.ABORT
+
     def add(self, output: EngineCoreOutput) -> int:
         """Take the core's news and return how many tokens were kept.
 

@@ -268,13 +268,19 @@ class AsyncLLM:
         """Register all, then send all; on any way out but the last all of them end."""
         streams: list[OutputStream] = []
         try:
-            children: list[EngineCoreRequest] = []
-            for request, text in zip(requests, texts, strict=True):
-                group = RequestGroup(external_id, request, text, self.tokenizer)
-                streams.append(self._register(group))
-                children += group.children
-            for child in children:
-                await self.client.add_request(child)
+            groups = [
+                RequestGroup(external_id, request, text, self.tokenizer)
+                for request, text in zip(requests, texts, strict=True)
+            ]
+            streams += [self._register(group) for group in groups]
+            for group in groups:
+                for answer, child in zip(group.answers, group.children, strict=True):
+                    if answer.is_aborted:
+                        continue
+                    await self.client.add_request(child)
+                    if answer.is_aborted:
+                        # Its abort overtook it while it waited to be sent.
+                        self._send_abort([child.request_id])
         except BaseException:
             for stream in streams:
                 stream.close()

@@ -29,7 +29,7 @@ _PROMPT_KEYS = frozenset({"prompt", "prompt_token_ids"})
 
 @dataclass(frozen=True, slots=True)
 class PromptTokens:
-    """A prompt that has been tokenised; ``text`` is ``None`` when it came as ids."""
+    """A prompt that has been tokenised and checked; ``text`` is ``None`` when it came as ids."""
 
     token_ids: list[int]
     text: str | None = None
