@@ -110,6 +110,9 @@ class ObservabilitySection:
     log_level: Literal["debug", "info", "warning", "error"] = setting("info", "Least severe message logged.")
     log_format: Literal["text", "json"] = setting("text", "Lines for people or JSON objects.")
     stats_interval_s: float = setting(10.0, "Seconds between throughput lines; 0 logs none.")
+    record: str | None = setting(None, "File to record decisions to, for headrace replay; never any text.")
+    kv_events_config: str | None = setting(None, "JSON that turns KV cache events on and says where to publish them.")
+    explain_across_salts: bool = setting(False, "Let prefix misses be explained by blocks of other cache salts.")
     max_logprobs: int = setting(20, "Most logprobs per token a request may ask for; -1 is the vocabulary.")
 
 

@@ -17,6 +17,7 @@ from headrace.config.sections import EngineConfig
 from headrace.control.grammar.manager import GrammarManager
 from headrace.core.engine_core import EngineCore
 from headrace.core.grammar_backend import LLGuidanceCompiler, TokenizerSource
+from headrace.core.watching import make_watching
 from headrace.executor.base import Executor
 from headrace.messages.outputs import CoreFailed
 
@@ -43,7 +44,16 @@ def build_core(
     made = load_factory(executor)(config, progress, **options)
     try:
         clock = clock or SystemClock()
-        return EngineCore(config, made, clock, grammar=make_grammar(config, clock))
+        watching = make_watching(config, clock)
+        return EngineCore(
+            config,
+            made,
+            clock,
+            grammar=make_grammar(config, clock),
+            recorder=watching.recorder,
+            events=watching.events,
+            views=watching.views,
+        )
     except BaseException:
         made.shutdown()
         raise

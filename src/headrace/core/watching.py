@@ -10,6 +10,7 @@ from headrace.base.clock import Clock
 from headrace.config.sections import EngineConfig
 from headrace.control.kv_cache.events import EventSink
 from headrace.core.kv_events import EventTee, IndexSink
+from headrace.observability.flight_recorder.block_index import BlockIndex
 from headrace.observability.flight_recorder.recorder import FlightRecorder
 from headrace.observability.flight_recorder.views import RecorderViews
 
@@ -25,6 +26,6 @@ class Watching:
 
 def make_watching(config: EngineConfig, clock: Clock) -> Watching:
     """The watchers of a configuration."""
-    recorder = FlightRecorder()
+    recorder = FlightRecorder(BlockIndex(across_salts=config.observability.explain_across_salts))
     sinks: list[EventSink] = [IndexSink(recorder.index, lambda: recorder.step_id)]
     return Watching(recorder, EventTee(sinks), RecorderViews(recorder, clock).topics())
