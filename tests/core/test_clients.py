@@ -280,6 +280,16 @@ async def test_nothing_is_left_behind(tmp_path: Path, monkeypatch: pytest.Monkey
     assert _processes_of_session(pid) == []
 
 
+async def test_the_start_up_timeline_covers_the_time_to_ready() -> None:
+    began = time.monotonic()
+    client = ProcessClient(make_engine_config(), EXECUTOR, {"start_s": 0.3})
+    ready = await client.start()
+    took_ms = (time.monotonic() - began) * 1e3
+    assert ready.phases_ms.keys() >= {"process", "imports", "workers", "kv_cache", "other"}
+    assert 0.9 * took_ms - 100 < sum(ready.phases_ms.values()) < took_ms
+    await client.shutdown()
+
+
 async def test_a_core_that_ignores_signals_and_hangs_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headrace.core.process_client.STOP_GRACE_S", 0.3)
     client = await _started(tmp_path, monkeypatch)

@@ -80,7 +80,7 @@ def test_ready_tells_the_final_numbers() -> None:
     assert (ready.max_model_len, ready.vocab_size, ready.num_blocks, ready.block_size) == (MAX_LEN, VOCAB, 65, 4)
     assert ready.kv_cache_tokens == 256
     assert ready.max_concurrency == 2.0
-    assert set(ready.phases_ms) >= {"load", "kv_cache"}
+    assert set(ready.phases_ms) >= {"workers", "kv_cache"}
 
 
 def test_too_little_memory_is_a_start_up_error_with_the_number_needed() -> None:

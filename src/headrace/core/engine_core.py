@@ -113,7 +113,9 @@ class EngineCore:
         planned = clock.monotonic()
         executor.initialize_kv_cache(plan)
         self._refused_attention = loaded.refused
-        phases_ms = {"load": (planned - began) * 1e3, "kv_cache": (clock.monotonic() - planned) * 1e3}
+        # The phases do not overlap: together they are the time from the start to here.
+        other_ms = max(0.0, (planned - began) * 1e3 - sum(loaded.phases_ms.values()))
+        own_phases_ms = {"workers": other_ms, "kv_cache": (clock.monotonic() - planned) * 1e3}
         self.ready = CoreReady(
             max_model_len=max_model_len,
             vocab_size=loaded.vocab_size,
@@ -122,7 +124,7 @@ class EngineCore:
             kv_cache_tokens=num_cache_tokens(plan, max_model_len),
             max_concurrency=max_concurrency(plan, max_model_len),
             attention=loaded.attention,
-            phases_ms=phases_ms | loaded.phases_ms,
+            phases_ms=loaded.phases_ms | own_phases_ms,
         )
         depth = config.scheduler.pipeline_depth
         self.scheduler = Scheduler(

@@ -22,10 +22,11 @@ from queue import Full, Queue
 import msgspec
 import zmq
 
+from headrace.base.clock import SystemClock
 from headrace.base.errors import EngineDeadError
 from headrace.base.logging import get_logger, setup_logging
 from headrace.base.progress import ProgressWord
-from headrace.core.build import as_failure, build_core, describe_cause
+from headrace.core.build import as_failure, build_core, describe_cause, load_factory
 from headrace.core.engine_core import EngineCore
 from headrace.core.loop import CoreLoop, Inbox
 from headrace.core.transport import (
@@ -148,9 +149,11 @@ class _Outbox:
             self._sockets.send(outputs)
 
 
-def serve(core: EngineCore, sockets: _Sockets, progress: ProgressWord) -> EngineCoreOutputs | None:
+def serve(
+    core: EngineCore, sockets: _Sockets, progress: ProgressWord, phases_ms: dict[str, float]
+) -> EngineCoreOutputs | None:
     """Say that the core is ready and run it until it ends; returns its last words, should it have any to say."""
-    sockets.send(core.ready)
+    sockets.send(msgspec.structs.replace(core.ready, phases_ms=phases_ms))
     inbox, outbox = Inbox(core), _Outbox(sockets)
     sockets.read_into(inbox)
     gc.collect()
@@ -171,6 +174,8 @@ def serve(core: EngineCore, sockets: _Sockets, progress: ProgressWord) -> Engine
 def main(folder: str, parent_pid: int) -> int:
     """Run a core process; returns its exit code."""
     die_with_parent(parent_pid)
+    now = SystemClock().monotonic
+    began = now()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     sockets = _Sockets(folder)
@@ -179,12 +184,17 @@ def main(folder: str, parent_pid: int) -> int:
     setup_logging(observability.log_level, observability.log_format, "core")
     progress = ProgressWord(name=start.progress_name)
     try:
+        load_factory(start.executor)
+        imported = now()
         core = build_core(start.config, start.executor, start.options, progress)
     except Exception as error:
         logger.debug("the engine core cannot start", exc_info=True)
         sockets.close(as_failure(error))
         return 1
-    last_words = serve(core, sockets, progress)
+    phases_ms = {"process": (began - start.spawned_at) * 1e3, "imports": (imported - began) * 1e3}
+    phases_ms |= core.ready.phases_ms
+    phases_ms["other"] = (now() - start.spawned_at) * 1e3 - sum(phases_ms.values())
+    last_words = serve(core, sockets, progress, phases_ms)
     sockets.close(last_words)
     return 0 if last_words is None else 1
 

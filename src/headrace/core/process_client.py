@@ -25,6 +25,7 @@ from typing import Any
 import zmq
 import zmq.asyncio
 
+from headrace.base.clock import SystemClock
 from headrace.base.errors import ConfigError, EngineDeadError, ModelFileError
 from headrace.base.logging import get_logger
 from headrace.base.progress import ProgressWord
@@ -92,6 +93,7 @@ class ProcessClient(EngineCoreClient):
             executor=executor,
             options=options or {},
             progress_name=self._progress.name,
+            spawned_at=SystemClock().monotonic(),
         )
         self._process = subprocess.Popen(
             [

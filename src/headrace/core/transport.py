@@ -26,13 +26,15 @@ class CoreStart(msgspec.Struct, frozen=True, kw_only=True, tag_field="verb", tag
     """What a core process needs to build itself.
 
     ``executor`` is a dotted path ``package.module:factory``; the factory is called as
-    ``factory(config, progress, **options)``. ``progress_name`` names the shared progress word.
+    ``factory(config, progress, **options)``. ``progress_name`` names the shared progress word. ``spawned_at`` is when
+    the process was started, in `Clock.monotonic` seconds.
     """
 
     config: EngineConfig
     executor: str
     options: dict[str, Any]
     progress_name: str
+    spawned_at: float
 
 
 def to_core_codec() -> Codec[ToCore | CoreStart]:
