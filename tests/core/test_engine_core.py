@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from headrace.base.clock import ManualClock
-from headrace.base.errors import ConfigError, NotAcceptingError
+from headrace.base.errors import ConfigError, InvalidRequestError, NotAcceptingError
 from headrace.core.engine_core import EngineCore
 from headrace.core.inproc_client import InlineCore
 from headrace.core.lifecycle import CoreState
@@ -201,6 +201,28 @@ def test_every_verb_has_a_handler_and_an_answer() -> None:
     for verb in verbs:
         replies = ask(core, verb).replies
         assert [reply.error for reply in replies] == [None], verb
+
+
+def test_a_core_that_woke_in_part_still_sleeps() -> None:
+    core = make_core()
+    core.add_request(make_request("held", max_tokens=5))
+    core.step()
+    core.perform(Sleep(level=2))
+    assert not core.has_work
+    assert core.perform(Wake(tags=("weights",))) == "sleeping"
+    with pytest.raises(InvalidRequestError, match="kv_cache, weights"):
+        core.perform(Wake(tags=("everything",)))
+    assert core.perform(Wake(tags=("kv_cache",))) == "ready"
+    assert ends_of(run(core)) == {"held": FinishReason.LENGTH}
+
+
+def test_a_sleeping_core_forgets_what_is_aborted() -> None:
+    core = make_core()
+    core.add_request(make_request("held", max_tokens=5))
+    core.perform(Sleep())
+    core.abort_soon(["held"])
+    assert core.has_work
+    assert ends_of(run(core)) == {"held": FinishReason.ABORT}
 
 
 def test_sleep_and_reload_are_refused_while_draining() -> None:

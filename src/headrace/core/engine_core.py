@@ -54,6 +54,7 @@ from headrace.messages.scheduler_output import GrammarOutput, SchedulerOutput
 logger = get_logger(__name__)
 
 STATS_INTERVAL_S = 0.1
+WAKE_TAGS = frozenset({"weights", "kv_cache"})
 
 
 class CoreGrammar(Grammar, Protocol):
@@ -312,10 +313,16 @@ class EngineCore:
         self._executor.control(request)
         self.state = state
 
-    def _wake(self, request: Wake) -> None:
+    def _wake(self, request: Wake) -> str:
         state = next_state(self.state, Verb.WAKE)
+        unknown = set(request.tags) - WAKE_TAGS
+        if unknown:
+            raise InvalidRequestError(f"tags can be {', '.join(sorted(WAKE_TAGS))}", param="tags")
         self._executor.control(request)
-        self.state = state
+        # KV blocks come last: without them nothing can run.
+        if not request.tags or "kv_cache" in request.tags:
+            self.state = state
+        return self.state.value
 
     def _reload(self, request: Reload) -> None:
         self._move(Verb.RELOAD)
