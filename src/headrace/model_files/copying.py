@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
-from typing import IO, Protocol
+from typing import IO, Any, Protocol
 
 from tqdm import tqdm
 
@@ -47,7 +47,7 @@ def hash_file(path: Path, show_progress: bool = False) -> str:
     return digest.hexdigest()
 
 
-def make_bar(num_bytes: int, title: str, show_progress: bool) -> tqdm[None]:
+def make_bar(num_bytes: int, title: str, show_progress: bool) -> tqdm[Any]:
     """A bar of bytes on standard error; none where that is not a terminal."""
     disable = None if show_progress else True
     return tqdm(total=num_bytes, desc=title, unit="B", unit_scale=True, unit_divisor=1024, disable=disable)
