@@ -1,7 +1,8 @@
 """What the control plane costs per running request and step, as a ratio to a fixed Python loop of the same run.
 
 Measures ``schedule`` + ``update_from_output`` in steady decode over running requests and context lengths, hashing and
-admission of a long prompt. Ratios survive busy or slow machines; microseconds are printed beside them.
+admission of a long prompt. Times are the thread's own, so that other work on the machine does not count; ratios to the
+loop survive slow machines, microseconds are printed beside them.
 
     python benchmarks/host_path.py [--json FILE]
 """
@@ -21,6 +22,7 @@ from headrace.config.sections import SchedulerSection
 from headrace.control.kv_cache.hashing import HashChain
 from headrace.control.scheduler.scheduler import Scheduler
 from headrace.messages.kv_cache import KVCacheConfig, KVCacheGroup, KVCacheKind, KVCacheSpec
+from headrace.messages.outputs import FinishReason
 from headrace.messages.requests import EngineCoreRequest
 from headrace.messages.runner_output import ModelRunnerOutput
 from headrace.messages.sampling_params import SamplingParams
@@ -103,14 +105,8 @@ def measure_prompt(length: int, repeats: int = 15) -> tuple[float, float, float]
             step = scheduler.schedule(0.0)
             times.append(thread_time() - begin)
             scheduler.update_from_output(step, answer(scheduler, step), 0.0)
-            scheduler.finish_requests(None, reason=_abort())
+            scheduler.finish_requests(None, FinishReason.ABORT)
     return tuple(median(times) * 1e3 for times in (hashing, cold, warm))  # type: ignore[return-value]
-
-
-def _abort() -> Any:
-    from headrace.messages.outputs import FinishReason
-
-    return FinishReason.ABORT
 
 
 def best(measure: Callable[[], float], repeats: int) -> float:

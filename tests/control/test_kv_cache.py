@@ -155,7 +155,7 @@ def test_a_full_hit_leaves_the_last_token() -> None:
     assert manager.get_computed_blocks(Holder("d", [*range(7), 99, 1])).num_tokens == 4
 
 
-def test_salted_requests_never_share() -> None:
+def test_b098_salted_requests_never_share() -> None:
     manager = make_manager()
     run_through(manager, Holder("a", list(range(9)), hash_chain=HashChain(BLOCK, [ExtraKey("salt", "a")])))
     for chain in (
