@@ -22,6 +22,7 @@ import numpy as np
 
 from headrace.base.clock import Clock
 from headrace.base.errors import HeadraceError
+from headrace.base.logging import get_logger
 from headrace.core.daemon_pool import DaemonPool, PoolFullError
 from headrace.core.grammar_source import make_source
 from headrace.messages.sampling_params import StructuredOutputParams
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
     from headrace.model_files.tokenizer import LoadedTokenizer
+
+logger = get_logger(__name__)
 
 CACHE_SIZE = 128
 MAX_TOKENIZER_S = 60.0
@@ -233,15 +236,15 @@ def explain(text: str) -> str:
     return line[:200].rstrip("; ")
 
 
-class _Compilation:
-    """See `headrace.control.grammar.protocol.Compilation`."""
+class GrammarCompilation:
+    """See `headrace.control.grammar.protocol.Compilation`; who may wait waits for ``future``, which never raises."""
 
     def __init__(self, clock: Clock, limit_s: float) -> None:
         self._clock = clock
         self._limit_s = limit_s
         self._deadline = clock.monotonic() + limit_s + MAX_TOKENIZER_S
-        self.future: Future[CompiledGrammar] | None = None
-        self._failure: str | None = None
+        self._outcome: CompiledGrammar | GrammarError | None = None
+        self.future: Future[CompiledGrammar | GrammarError] = Future()
 
     def begin(self) -> None:
         """The work proper begins: from now on its own limit counts."""
@@ -249,31 +252,26 @@ class _Compilation:
 
     def refuse(self, reason: str) -> None:
         """There will be no grammar."""
-        self._failure = reason
+        self._outcome = GrammarError(reason)
 
     @property
     def done(self) -> bool:
-        if self._failure is None:
-            assert self.future is not None
+        """Whether it has ended: well, with an error, or because its time was over."""
+        if self._outcome is None:
             if self.future.done():
-                return True
-            if self._clock.monotonic() > self._deadline:
-                self.future.cancel()
-                self._failure = f"compiling the grammar took longer than {self._limit_s:g} s"
-        return self._failure is not None
+                self._outcome = self.future.result()
+            elif self._clock.monotonic() > self._deadline:
+                self.refuse(f"compiling the grammar took longer than {self._limit_s:g} s")
+        return self._outcome is not None
 
     def get_error(self) -> str | None:
-        if self._failure is None:
-            assert self.future is not None
-            error = self.future.exception(timeout=0)
-            if error is not None:
-                known = isinstance(error, (GrammarError, HeadraceError))
-                self._failure = str(error) if known else f"{type(error).__name__}: {error}"
-        return None if self._failure is None else f"structured_outputs: {self._failure}"
+        """Why there is no grammar."""
+        return str(self._outcome) if isinstance(self._outcome, GrammarError) else None
 
     def make_matcher(self) -> LLGuidanceMatcher:
-        assert self.future is not None
-        return self.future.result(timeout=0).make_matcher()
+        """A matcher at the start of a text."""
+        assert isinstance(self._outcome, CompiledGrammar)
+        return self._outcome.make_matcher()
 
 
 class LLGuidanceCompiler:
@@ -294,15 +292,15 @@ class LLGuidanceCompiler:
         self._pool = DaemonPool("grammar")
         self._lock = threading.Lock()
         self._tokenizer: GrammarTokenizer | GrammarError | None = None
-        self._cache: OrderedDict[StructuredOutputParams, _Compilation] = OrderedDict()
+        self._cache: OrderedDict[StructuredOutputParams, GrammarCompilation] = OrderedDict()
 
-    def compile(self, params: StructuredOutputParams) -> _Compilation:
+    def compile(self, params: StructuredOutputParams) -> GrammarCompilation:
         """Begin to compile, or return what is there for equal parameters."""
         known = self._cache.get(params)
         if known is not None and not (known.done and known.get_error()):
             self._cache.move_to_end(params)
             return known
-        made = _Compilation(self._clock, self._limit_s)
+        made = GrammarCompilation(self._clock, self._limit_s)
         try:
             made.future = self._pool.submit(lambda: self._work(params, made))
         except PoolFullError:
@@ -313,18 +311,24 @@ class LLGuidanceCompiler:
             self._cache.popitem(last=False)
         return made
 
-    def _work(self, params: StructuredOutputParams, compilation: _Compilation) -> CompiledGrammar:
+    def _work(self, params: StructuredOutputParams, compilation: GrammarCompilation) -> CompiledGrammar | GrammarError:
         tokenizer = self._get_tokenizer()
+        if isinstance(tokenizer, GrammarError):
+            return tokenizer
         compilation.begin()
-        return compile_grammar(params, tokenizer)
+        try:
+            return compile_grammar(params, tokenizer)
+        except (GrammarError, HeadraceError) as error:
+            return GrammarError(str(error))
+        except Exception as error:
+            logger.exception("compiling a grammar failed")
+            return GrammarError(f"compiling the grammar failed: {type(error).__name__}")
 
-    def _get_tokenizer(self) -> GrammarTokenizer:
+    def _get_tokenizer(self) -> GrammarTokenizer | GrammarError:
         with self._lock:
             if self._tokenizer is None:
                 try:
                     self._tokenizer = GrammarTokenizer(self._load(), self._vocab_size)
                 except (GrammarError, HeadraceError) as error:
                     self._tokenizer = GrammarError(str(error))
-            if isinstance(self._tokenizer, GrammarError):
-                raise GrammarError(str(self._tokenizer))
             return self._tokenizer

@@ -154,21 +154,20 @@ def _check_logprobs(name: str, asked: int | None, num_positions: int, limits: Re
         raise InvalidRequestError(message, param=name)
 
 
-def check_structured_outputs(params: SamplingParams) -> None:
-    """Raise unless exactly one constraint is set, if any."""
+def check_structured_outputs(params: SamplingParams, param: str = "structured_outputs") -> None:
+    """Raise unless exactly one constraint of a sane size is set, if any; ``param`` names the field in errors."""
     asked = params.structured_outputs
     if asked is None:
         return
     values = [getattr(asked, name) for name in asked.__struct_fields__ if name != "reasoning"]
     if sum(value is not None and value is not False for value in values) != 1:
-        message = "structured_outputs needs exactly one of json, json_object, regex, choice, grammar, structural_tag"
-        raise InvalidRequestError(message, param="structured_outputs")
+        message = f"{param} needs exactly one of json, json_object, regex, choice, grammar, structural_tag"
+        raise InvalidRequestError(message, param=param)
     if asked.choice is not None and not (asked.choice and all(asked.choice)):
-        raise InvalidRequestError("structured_outputs.choice must hold texts", param="structured_outputs")
+        raise InvalidRequestError(f"{param}.choice must hold texts", param=param)
     texts = [asked.json, asked.regex, asked.grammar, asked.structural_tag, *(asked.choice or ())]
     if sum(len(text) for text in texts if text is not None) > MAX_GRAMMAR_CHARS:
-        message = f"structured_outputs must not be longer than {MAX_GRAMMAR_CHARS} characters"
-        raise InvalidRequestError(message, param="structured_outputs")
+        raise InvalidRequestError(f"{param} must not be longer than {MAX_GRAMMAR_CHARS} characters", param=param)
 
 
 def check_masks(params: SamplingParams, eos: Sequence[int], bad_words: Sequence[Sequence[int]]) -> None:

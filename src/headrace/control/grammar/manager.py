@@ -59,9 +59,11 @@ class GrammarManager:
         """Why the grammar cannot be used, or ``None``, and then the request has its matcher."""
         entry = self._entries[request_id]
         error = entry.compilation.get_error()
-        if error is None and entry.matcher is None:
+        if error is not None:
+            return f"structured_outputs: {error}"
+        if entry.matcher is None:
             entry.matcher = entry.compilation.make_matcher()
-        return error
+        return None
 
     def accept(self, request_id: str, token_ids: list[int]) -> str | None:
         """Advance over committed tokens."""

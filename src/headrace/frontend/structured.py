@@ -1,0 +1,113 @@
+"""Structured outputs at the edge: whatever cannot be enforced is refused before any token.
+
+A constraint is compiled here exactly as the core will compile it, on a thread and within the time limit; what succeeded
+is remembered, so that the same one costs nothing the next time. A JSON schema goes on as it is after the checks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import json
+from typing import Any
+
+import msgspec
+
+from headrace.base.clock import Clock
+from headrace.base.errors import InvalidRequestError
+from headrace.core.grammar_backend import GrammarCompilation, LLGuidanceCompiler, TokenizerSource
+from headrace.frontend.json_schema import clean_schema
+from headrace.frontend.tokenizer import Tokenizer
+from headrace.frontend.validation import check_structured_outputs
+from headrace.messages.sampling_params import SamplingParams, StructuredOutputParams
+
+PARAM = "structured_outputs"
+POLL_S = 0.25
+
+
+class StructuredOutputChecker:
+    """See the module.
+
+    Args:
+        tokenizer: ``None`` refuses every constraint.
+        eos_token_ids: every id that ends a text.
+        vocab_size: width of the logits.
+        clock: for the time limit.
+        limit_s: most seconds that one constraint may take.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer | None, eos_token_ids: tuple[int, ...], vocab_size: int, clock: Clock, limit_s: float
+    ) -> None:
+        self._compiler: LLGuidanceCompiler | None = None
+        if tokenizer is not None:
+            backend = tokenizer.backend
+            added = backend.get_added_tokens_decoder()
+            special = {token.content: i for i, token in added.items() if token.special}
+            self._compiler = LLGuidanceCompiler(
+                lambda: TokenizerSource(backend.to_str(), eos_token_ids, special), vocab_size, clock, limit_s
+            )
+
+    async def check(self, params: SamplingParams, param: str = PARAM) -> SamplingParams:
+        """Return the parameters with the constraint as it goes to the core.
+
+        Raises:
+            InvalidRequestError: the constraint cannot be enforced, or not in time.
+        """
+        if params.structured_outputs is None:
+            return params
+        cleaned, compilation = self._begin(params, param)
+        while not compilation.done:
+            await asyncio.wait({asyncio.wrap_future(compilation.future)}, timeout=POLL_S)
+        return _finish(params, cleaned, compilation, param)
+
+    def check_now(self, params: SamplingParams, param: str = PARAM) -> SamplingParams:
+        """The same for callers without an event loop: waits in the caller's thread."""
+        if params.structured_outputs is None:
+            return params
+        cleaned, compilation = self._begin(params, param)
+        while not compilation.done:
+            concurrent.futures.wait([compilation.future], timeout=POLL_S)
+        return _finish(params, cleaned, compilation, param)
+
+    def _begin(self, params: SamplingParams, param: str) -> tuple[StructuredOutputParams, GrammarCompilation]:
+        check_structured_outputs(params, param)
+        if self._compiler is None:
+            raise InvalidRequestError(f"{param} needs a tokenizer", param=param)
+        assert params.structured_outputs is not None
+        cleaned = _clean(params.structured_outputs, param)
+        return cleaned, self._compiler.compile(cleaned)
+
+
+def _finish(
+    params: SamplingParams, cleaned: StructuredOutputParams, compilation: GrammarCompilation, param: str
+) -> SamplingParams:
+    error = compilation.get_error()
+    if error is not None:
+        raise InvalidRequestError(f"{param}: {error}", param=param, code="invalid_grammar")
+    return msgspec.structs.replace(params, structured_outputs=cleaned)
+
+
+def _clean(asked: StructuredOutputParams, param: str) -> StructuredOutputParams:
+    """The constraint with its schemas checked."""
+    if asked.json is not None:
+        schema = clean_schema(_load(asked.json, param), param)
+        return msgspec.structs.replace(asked, json=json.dumps(schema, ensure_ascii=False))
+    if asked.structural_tag is not None:
+        tag = _load(asked.structural_tag, param)
+        for structure in tag.get("structures", ()) if isinstance(tag, dict) else ():
+            if isinstance(structure, dict) and "schema" in structure:
+                structure["schema"] = clean_schema(structure["schema"], param)
+        return msgspec.structs.replace(asked, structural_tag=json.dumps(tag, ensure_ascii=False))
+    return asked
+
+
+def _load(text: str, param: str) -> Any:
+    try:
+        return json.loads(text, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError):
+        raise InvalidRequestError(f"{param} must be valid JSON", param=param, code="invalid_schema") from None
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(name)

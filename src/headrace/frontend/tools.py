@@ -1,0 +1,141 @@
+"""The tools of a request: what the API may say about them, and what follows for generation.
+
+Owns the checks of ``tools``, ``tool_choice`` and ``parallel_tool_calls``, and the schema that enforces required and
+named calls. It knows nothing of how a model writes calls of its own accord (``frontend.parsers``).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from headrace.base.errors import InvalidRequestError
+from headrace.frontend.json_schema import clean_schema, inline_root
+from headrace.messages.sampling_params import StructuredOutputParams
+
+MAX_TOOLS = 128
+MAX_FORCED_CALLS = 16
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """One function: its name, the JSON schema of its arguments, and how the client wrote it."""
+
+    name: str
+    parameters: dict[str, Any]
+    strict: bool
+    source: dict[str, Any]
+
+
+Tools = Mapping[str, Tool]
+
+
+@dataclass(frozen=True, slots=True)
+class ToolPlan:
+    """What a request wants with tools.
+
+    ``mode`` is ``none`` when nothing is to be looked for in the answer. ``name`` is set under ``named`` alone.
+    """
+
+    tools: Tools = field(default_factory=dict)
+    mode: Literal["none", "auto", "required", "named"] = "none"
+    name: str = ""
+    parallel: bool = True
+
+    def for_template(self) -> list[dict[str, Any]] | None:
+        """The tools as chat templates take them."""
+        return [tool.source for tool in self.tools.values()] or None
+
+    def constraint(self) -> StructuredOutputParams | None:
+        """The constraint that makes sure of calls; none where the model decides."""
+        if self.mode == "named":
+            return StructuredOutputParams(json=json.dumps(self.tools[self.name].parameters))
+        if self.mode != "required":
+            return None
+        schema: dict[str, Any] = {"type": "array", "minItems": 1, "maxItems": MAX_FORCED_CALLS if self.parallel else 1}
+        definitions: dict[str, Any] = {}
+        calls = []
+        for number, tool in enumerate(self.tools.values()):
+            properties = {"name": {"const": tool.name}, "arguments": {"$ref": f"#/$defs/tool{number}"}}
+            definitions[f"tool{number}"] = inline_root(tool.parameters, f"#/$defs/tool{number}")
+            call = {"type": "object", "properties": properties, "required": ["name", "arguments"]}
+            calls.append({**call, "additionalProperties": False})
+        schema["items"] = {"anyOf": calls}
+        schema["$defs"] = definitions
+        return StructuredOutputParams(json=json.dumps(schema))
+
+
+def plan_tools(tools: Any, tool_choice: Any, parallel: bool | None) -> ToolPlan:
+    """Check what a request says about tools.
+
+    Raises:
+        InvalidRequestError: a wrong shape, an unknown function, or a choice without tools.
+    """
+    known = _parse_tools(tools)
+    mode, name = _parse_choice(tool_choice, known)
+    return ToolPlan(known, mode, name, parallel is not False)
+
+
+def _parse_tools(tools: Any) -> dict[str, Tool]:
+    if tools is None:
+        return {}
+    if not isinstance(tools, list) or not tools:
+        raise InvalidRequestError("tools must be a list that is not empty", param="tools")
+    if len(tools) > MAX_TOOLS:
+        raise InvalidRequestError(f"at most {MAX_TOOLS} tools are allowed", param="tools")
+    known: dict[str, Tool] = {}
+    for index, tool in enumerate(tools):
+        where = f"tools[{index}]"
+        parsed = _parse_tool(where, tool)
+        if parsed.name in known:
+            raise InvalidRequestError(f"{where}.function.name is used twice", param=f"{where}.function.name")
+        known[parsed.name] = parsed
+    return known
+
+
+def _parse_tool(where: str, tool: Any) -> Tool:
+    if not isinstance(tool, dict) or tool.get("type", "function") != "function":
+        raise InvalidRequestError(f"{where}: only tools of the type function are supported", param=f"{where}.type")
+    function = tool.get("function")
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(function, dict) or not isinstance(name, str) or not _NAME.fullmatch(name):
+        message = f"{where}.function.name must be 1 to 64 letters, digits, dots, dashes or underscores"
+        raise InvalidRequestError(message, param=f"{where}.function.name")
+    description = function.get("description")
+    if description is not None and not isinstance(description, str):
+        raise InvalidRequestError(f"{where}.function.description must be text", param=f"{where}.function.description")
+    parameters = function.get("parameters")
+    if parameters is None or parameters == {}:
+        parameters = {"type": "object", "properties": {}}
+    if not isinstance(parameters, dict) or parameters.get("type", "object") != "object":
+        message = f"{where}.function.parameters must be the JSON schema of an object"
+        raise InvalidRequestError(message, param=f"{where}.function.parameters")
+    return Tool(name, clean_schema(parameters, f"{where}.function.parameters"), bool(function.get("strict")), tool)
+
+
+def _parse_choice(choice: Any, tools: Tools) -> tuple[Literal["none", "auto", "required", "named"], str]:
+    if choice is None:
+        return ("auto" if tools else "none"), ""
+    if choice == "none":
+        return "none", ""
+    if isinstance(choice, str) and choice not in ("auto", "required"):
+        message = "tool_choice must be none, auto, required or name a function"
+        raise InvalidRequestError(message, param="tool_choice")
+    if not tools:
+        raise InvalidRequestError("tool_choice needs tools", param="tool_choice")
+    if choice == "auto":
+        return "auto", ""
+    if choice == "required":
+        return "required", ""
+    function = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(name, str):
+        message = 'tool_choice must be none, auto, required or {"type": "function", "function": {"name": …}}'
+        raise InvalidRequestError(message, param="tool_choice")
+    if name not in tools:
+        raise InvalidRequestError("tool_choice names a function that is not among the tools", param="tool_choice")
+    return "named", name
