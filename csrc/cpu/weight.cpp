@@ -103,15 +103,15 @@ Group file_group(const std::string& format, const uint8_t* row, int g) {
     return out;
 }
 
-void place_group(Format format, const Group& group, int g, int groups, int lane, uint8_t* panel) {
-    uint8_t* bytes = panel + size_t(g) * group_bytes(format);
+void place_group(Format format, const Group& group, int g, int lane, uint8_t* panel) {
+    uint8_t* bytes = panel + size_t(g) * group_stride(format, false);
     if (format == Format::I4) {
         for (int i = 0; i < 16; ++i)
             bytes[(i / 4) * 64 + lane * 4 + i % 4] = uint8_t(group.q[i] | group.q[16 + i] << 4);
     } else {
         for (int i = 0; i < kGroup; i += 4) std::memcpy(bytes + i * 16 + lane * 4, group.q + i, 4);
     }
-    uint8_t* scales = panel + groups * group_bytes(format) + size_t(g) * scale_bytes(format, false);
+    uint8_t* scales = bytes + group_bytes(format);
     std::memcpy(scales + lane * 2, &group.scale, 2);
     if (format == Format::I4) std::memcpy(scales + 32 + lane * 2, &group.minimum, 2);
 }
@@ -130,7 +130,7 @@ void pack_panel(const Segment& s, int first_panel, const SourceTensor& source, i
         for (int g = 0; g < k / kGroup; ++g) {
             const Group group = quantize ? quantize_group(source.format, row, g * kGroup, four_bits)
                                          : file_group(source.format, row, g);
-            place_group(s.format, group, g, k / kGroup, lane, panel);
+            place_group(s.format, group, g, lane, panel);
         }
     }
 }

@@ -75,17 +75,16 @@ static void float_rows(const T* w, size_t stride, int panels, int count, const f
 
 // Widens `count` k from `k0` of one panel to out[count][16].
 template <Format format, bool wide>
-HR_INLINE void widen_piece(const uint8_t* panel, int k_total, int k0, int count, float* out) {
-    const int groups = k_total / kGroup;
-    const uint8_t* scales = panel + groups * group_bytes(format);
+HR_INLINE void widen_piece(const uint8_t* panel, int k0, int count, float* out) {
     for (int g = k0 / kGroup; g < (k0 + count) / kGroup; ++g, out += kGroup * 16) {
         for (int part = 0; part < 16; part += N) {
-            const uint8_t* s = scales + g * scale_bytes(format, wide);
+            const uint8_t* block = panel + g * group_stride(format, wide);
+            const uint8_t* s = block + group_bytes(format);
             const VF d = format == Format::I8G16 ? load((const float*)s + part) : load_scale<wide>(s, part);
             const VF second = format == Format::I8G16 ? load((const float*)s + 16 + part)
                               : has_min(format)       ? load_scale<wide>(s, 16 + part)
                                                       : zero();
-            const uint8_t* bytes = panel + g * group_bytes(format) + 4 * part;
+            const uint8_t* bytes = block + 4 * part;
             if constexpr (format == Format::I4) {
                 for (int i = 0; i < 4; ++i) {
                     const U raw = uload(bytes + 64 * i);
@@ -116,16 +115,16 @@ HR_INLINE void widen_piece(const uint8_t* panel, int k_total, int k0, int count,
     }
 }
 
-static void widen(Format format, bool wide, const uint8_t* panel, int k_total, int k0, int count, float* out) {
+static void widen(Format format, bool wide, const uint8_t* panel, int k0, int count, float* out) {
     switch (format) {
         case Format::I4:
-            return wide ? widen_piece<Format::I4, true>(panel, k_total, k0, count, out)
-                        : widen_piece<Format::I4, false>(panel, k_total, k0, count, out);
+            return wide ? widen_piece<Format::I4, true>(panel, k0, count, out)
+                        : widen_piece<Format::I4, false>(panel, k0, count, out);
         case Format::I8:
-            return wide ? widen_piece<Format::I8, true>(panel, k_total, k0, count, out)
-                        : widen_piece<Format::I8, false>(panel, k_total, k0, count, out);
-        case Format::I8M: return widen_piece<Format::I8M, true>(panel, k_total, k0, count, out);
-        default: return widen_piece<Format::I8G16, true>(panel, k_total, k0, count, out);
+            return wide ? widen_piece<Format::I8, true>(panel, k0, count, out)
+                        : widen_piece<Format::I8, false>(panel, k0, count, out);
+        case Format::I8M: return widen_piece<Format::I8M, true>(panel, k0, count, out);
+        default: return widen_piece<Format::I8G16, true>(panel, k0, count, out);
     }
 }
 
@@ -151,7 +150,7 @@ static void gemm_float(const GemmTask& t, float* scratch) {
                 for (int k = 0; k < t.k; k += kPiece) {
                     const int count = t.k - k < kPiece ? t.k - k : kPiece;
                     for (int i = 0; i < panels; ++i)
-                        widen(t.format, t.wide_scales, w + i * t.panel_stride, t.k, k, count, piece + i * kPiece * 16);
+                        widen(t.format, t.wide_scales, w + i * t.panel_stride, k, count, piece + i * kPiece * 16);
                     float_rows((const float*)piece, kPiece * 16, panels, count, x + k, t.ldx, rows, acc, width);
                 }
             }

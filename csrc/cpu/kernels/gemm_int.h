@@ -56,20 +56,19 @@ constexpr int kPrefetchAhead = 2048;
 // `rows` rows of one tile, from `row`, times one panel: acc[rows][16].
 template <Format format, bool wide, int rows>
 HR_KERNEL void int_tile(const uint8_t* panel, int groups, const ActivationGroup* x, int row, float* out) {
-    const uint8_t* scales = panel + groups * group_bytes(format);
-    constexpr size_t scale_step = scale_bytes(format, wide);
+    constexpr size_t stride = group_stride(format, wide);
     for (int part = 0; part < 16; part += N) {
         VF acc[rows];
         for (int r = 0; r < rows; ++r) acc[r] = zero();
         for (int g = 0; g < groups; ++g) {
-            const uint8_t* bytes = panel + g * group_bytes(format) + 4 * part;
-            if constexpr (rows <= 2) {
-                for (size_t line = 0; line < group_bytes(format); line += 64 * (16 / N))
+            const uint8_t* bytes = panel + g * stride + 4 * part;
+            if constexpr (rows <= 8) {
+                for (size_t line = 0; line < stride; line += 64 * (16 / N))
                     prefetch(bytes + kPrefetchAhead + line);
             }
             U w[8];
             load_group<format>(bytes, w);
-            const uint8_t* s = scales + g * scale_step;
+            const uint8_t* s = panel + g * stride + group_bytes(format);
             const VF d = format == Format::I8G16 ? load((const float*)s + part) : load_scale<wide>(s, part);
             const VF second = format == Format::I8G16 ? load((const float*)s + 16 + part)
                               : has_min(format)       ? load_scale<wide>(s, 16 + part)

@@ -104,7 +104,7 @@ static void embed(Format format, bool wide, int k, const uint8_t* panel, int lan
                 store(piece + i * 16 + lane / N * N, row);
             }
         } else {
-            widen(format, wide, panel, k, k0, count, piece);
+            widen(format, wide, panel, k0, count, piece);
         }
         for (int i = 0; i < count; ++i) out[k0 + i] = piece[i * 16 + lane];
     }

@@ -25,16 +25,18 @@ constexpr int kMaxHeadDim = 512;
 constexpr bool is_float(Format f) { return f == Format::F32 || f == Format::F16 || f == Format::BF16; }
 constexpr bool has_min(Format f) { return f == Format::I4 || f == Format::I8M; }
 
-// Panels: [k][16] numbers for float formats; otherwise the bytes of all groups, [k / 4][16][4] each (I4: two k halves in
-// the nibbles), followed by the scales of all groups, d[16] then m[16] (I8G16: d of both halves).
+// Panels: [k][16] numbers for float formats; otherwise group after group, each with its bytes [k / 4][16][4] (I4: two k
+// halves in the nibbles) followed by its scales, d[16] then m[16] (I8G16: d of both halves). One linear stream, because
+// the prefetchers of the memory lose half of its bandwidth when numbers and scales lie apart.
 constexpr size_t group_bytes(Format f) { return f == Format::I4 ? 256 : 512; }
 constexpr size_t scale_bytes(Format f, bool wide) {
     return (f == Format::I8G16 ? 128 : has_min(f) ? 64 : 32) * (wide && f != Format::I8G16 ? 2 : 1);
 }
+constexpr size_t group_stride(Format f, bool wide) { return group_bytes(f) + scale_bytes(f, wide); }
 constexpr size_t panel_bytes(Format f, bool wide, int k) {
     const size_t bytes = f == Format::F32   ? size_t(k) * 64
                          : is_float(f)      ? size_t(k) * 32
-                                            : size_t(k / kGroup) * (group_bytes(f) + scale_bytes(f, wide));
+                                            : size_t(k / kGroup) * group_stride(f, wide);
     return (bytes + 63) / 64 * 64;
 }
 
