@@ -37,8 +37,10 @@ from headrace.frontend.tokenizer import Tokenizer
 from headrace.frontend.validation import RequestLimits
 from headrace.messages.outputs import CoreReady, EngineCoreOutputs, FinishReason, SchedulerStats
 from headrace.messages.request_output import RequestOutput
-from headrace.messages.requests import AnyControl, Drain, EngineCoreRequest
+from headrace.messages.requests import AnyControl, Drain, EngineCoreRequest, Query
 from headrace.messages.sampling_params import SamplingParams
+from headrace.observability.explain import explain_request
+from headrace.observability.marks import MarkBook, Marks
 
 logger = get_logger(__name__)
 T = TypeVar("T")
@@ -46,6 +48,7 @@ T = TypeVar("T")
 INLINE_CHARS = 2048
 """Texts up to this length are tokenised on the event loop: a hop to a thread would take longer."""
 
+EXPLAIN_TIMEOUT_S = 10.0
 HUNG_AFTER_S = 5.0
 _WATCH_INTERVAL_S = 0.5
 
@@ -96,6 +99,7 @@ class AsyncLLM:
         self._defaults = defaults
         self._observer = observer or NullObserver()
         self._clock = clock or SystemClock()
+        self.marks = MarkBook()
         self._processor = OutputProcessor(self._observer)
         self._admission = Admission(config.scheduler)
         self._streams: dict[RequestGroup, OutputStream] = {}
@@ -166,6 +170,10 @@ class AsyncLLM:
         if age > HUNG_AFTER_S:
             raise EngineDeadError(f"the engine has work but has not moved for {age:.0f} s; restart it if this stays")
 
+    def now(self) -> float:
+        """The time of this engine's clock, in which all marks are made."""
+        return self._clock.monotonic()
+
     async def drain(self, timeout_s: float) -> bool:
         """Admit nothing more and wait for what runs; returns whether all of it ended in time."""
         self._accepting = False
@@ -183,7 +191,7 @@ class AsyncLLM:
             await self.drain(drain_s)
         self._accepting = False
         for group in self._processor.groups():
-            self._send_abort(self._processor.end(group, FinishReason.ABORT, self._clock.monotonic()))
+            self._end(group, FinishReason.ABORT)
         if self._dead is None:
             self._dead = EngineDeadError("the engine was shut down")
         for task in self._tasks:
@@ -253,17 +261,19 @@ class AsyncLLM:
         self._check_open(len(prompts), 0)
         extras: dict[str, Any] = dict(options)
         special = extras.pop("add_special_tokens", True)
+        marks, began = self.marks.open(arrival), self._clock.monotonic()
         tokens = [await self.tokenize(prompt, special) for prompt in prompts]
+        marks.tokenising.append((began, self._clock.monotonic()))
         requests = [
             self.input.make_request(prompt, own, external_id=request_id, arrival=arrival, **extras)
             for prompt, own in zip(tokens, params, strict=True)
         ]
         num_new = sum(request.sampling.n for request in requests)
         self._check_open(num_new, sum(request.sampling.n * len(request.prompt_token_ids) for request in requests))
-        return await self._send(request_id, requests, [prompt.text for prompt in tokens])
+        return await self._send(request_id, requests, [prompt.text for prompt in tokens], marks)
 
     async def _send(
-        self, external_id: str, requests: Sequence[EngineCoreRequest], texts: Sequence[str | None]
+        self, external_id: str, requests: Sequence[EngineCoreRequest], texts: Sequence[str | None], marks: Marks
     ) -> list[OutputStream]:
         """Register all, then send all; on any way out but the last all of them end."""
         streams: list[OutputStream] = []
@@ -273,6 +283,8 @@ class AsyncLLM:
                 for request, text in zip(requests, texts, strict=True)
             ]
             streams += [self._register(group) for group in groups]
+            ids = [child.request_id for group in groups for child in group.children]
+            self.marks.bind(marks, external_id, ids, self._clock.monotonic())
             for group in groups:
                 for answer, child in zip(group.answers, group.children, strict=True):
                     if answer.is_aborted:
@@ -298,7 +310,14 @@ class AsyncLLM:
     def _leave(self, group: RequestGroup) -> None:
         """A consumer is done with its stream; whatever still runs for it ends."""
         del self._streams[group]
-        self._send_abort(self._processor.end(group, FinishReason.ABORT, self._clock.monotonic()))
+        self._end(group, FinishReason.ABORT)
+
+    def _end(self, group: RequestGroup, reason: FinishReason) -> None:
+        """End what lives of a group here, and in the core."""
+        now = self._clock.monotonic()
+        ended = self._processor.end(group, reason, now)
+        self.marks.ended(ended, now, now)
+        self._send_abort(ended)
 
     def _send_abort(self, request_ids: list[str]) -> None:
         if request_ids and self._dead is None:
@@ -307,15 +326,30 @@ class AsyncLLM:
     async def abort(self, request_id: str | Sequence[str]) -> None:
         """End requests by the caller's ids; their streams get a last output with ``finish_reason`` ``abort``."""
         wanted = {request_id} if isinstance(request_id, str) else set(request_id)
-        now = self._clock.monotonic()
         for group in self._processor.groups():
             if group.external_id in wanted:
-                self._send_abort(self._processor.end(group, FinishReason.ABORT, now))
+                self._end(group, FinishReason.ABORT)
 
     async def control(self, request: AnyControl, timeout_s: float = 60.0) -> Any:
         """Send a control verb and return its reply."""
         self._check_alive()
         return await self.client.control(request, timeout_s)
+
+    async def explain(self, name: str) -> dict[str, Any] | None:
+        """Why a request takes or took its time, one explanation per answer; ``None`` for one that nobody remembers.
+
+        Args:
+            name: the caller's id or an internal one.
+        """
+        marks = self.marks.find(name)
+        if marks is None:
+            return None
+        answers = []
+        for request_id in marks.ids if name not in marks.ids else [name]:
+            core = await self.control(Query(topic="explain", argument=request_id), EXPLAIN_TIMEOUT_S)
+            now = self._clock.monotonic()
+            answers.append(explain_request(marks, request_id, core, self.marks.busy, self.marks.name_of, now))
+        return answers[0] if len(answers) == 1 else {**answers[0], "answers": answers}
 
     # Text, beside the loop when it is long.
 
@@ -323,13 +357,21 @@ class AsyncLLM:
         """Return the prompt's ids, checked against the limits."""
         if isinstance(prompt, PromptTokens):
             return prompt
-        if self.input.num_chars(prompt) <= INLINE_CHARS:
-            return self.input.tokenize(prompt, add_special_tokens)
-        return await self.run_beside(self.input.tokenize, prompt, add_special_tokens)
+        began = self._clock.monotonic()
+        try:
+            if self.input.num_chars(prompt) <= INLINE_CHARS:
+                return self.input.tokenize(prompt, add_special_tokens)
+            return await self.run_beside(self.input.tokenize, prompt, add_special_tokens)
+        finally:
+            self.marks.tokenised(began, self._clock.monotonic())
 
     async def tokenize_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> PromptTokens:
         """Return the prompt of a conversation; the options are those of `ChatTemplate.render`."""
-        return await self.run_beside(functools.partial(self._render_chat, messages, **options))
+        began = self._clock.monotonic()
+        try:
+            return await self.run_beside(functools.partial(self._render_chat, messages, **options))
+        finally:
+            self.marks.tokenised(began, self._clock.monotonic())
 
     def _render_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> PromptTokens:
         return self.input.tokenize_chat(self.chat_template, messages, **options)
@@ -367,7 +409,13 @@ class AsyncLLM:
             raise EngineDeadError(message.dead)
         now = self._clock.monotonic()
         before = self._processor.num_finished
-        self._send_abort(self._processor.process(message.outputs, now))
+        aborts = self._processor.process(message.outputs, now)
+        self._send_abort(aborts)
+        done = self._clock.monotonic()
+        self.marks.worked(now, done)
+        if self._processor.num_finished > before:
+            ended = [output.request_id for output in message.outputs if output.finish_reason is not None]
+            self.marks.ended(ended + aborts, now, done)
         self._admission.note_finished(self._processor.num_finished - before, now)
         if message.stats is not None:
             self.stats = message.stats
@@ -380,7 +428,7 @@ class AsyncLLM:
         now = self._clock.monotonic()
         for group, stream in list(self._streams.items()):
             stream.fail(error)
-            self._processor.end(group, FinishReason.ERROR, now, str(error))
+            self.marks.ended(self._processor.end(group, FinishReason.ERROR, now, str(error)), now, now)
 
     async def _watch_progress(self) -> None:
         """Read the word now and then, so that its age is known whenever somebody asks."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 import queue
@@ -12,8 +13,10 @@ from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 from headrace.base.errors import HeadraceError
+from headrace.config.env import api_key
 
 TIMEOUT_S = 600.0
+GET_TIMEOUT_S = 60.0
 
 
 def stream_lines(url: str, key: str | None, body: dict[str, Any]) -> Iterator[str]:
@@ -29,6 +32,31 @@ def stream_lines(url: str, key: str | None, body: dict[str, Any]) -> Iterator[st
             for line in answer:
                 if line.startswith(b"data: "):
                     yield line[6:].decode().strip()
+    except urllib.error.HTTPError as error:
+        raise HeadraceError(_message(error.read()) or f"the server answered {error.code}") from None
+    except OSError as error:
+        reason = getattr(error, "reason", error)
+        raise HeadraceError(f"cannot talk to {url}: {reason}; is the server running?") from None
+
+
+def add_server_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that say which server to ask."""
+    parser.add_argument("--url", default="http://127.0.0.1:8000", help="the server (default: %(default)s)")
+    parser.add_argument("--api-key", default=api_key(), help="its API key (default: HEADRACE_API_KEY)")
+
+
+def get(url: str, key: str | None, path: str) -> bytes:
+    """GET and return the body.
+
+    Raises:
+        HeadraceError: the server cannot be reached or refuses; with its message.
+    """
+    base = url.rstrip("/").removesuffix("/v1")
+    request = urllib.request.Request(base + path, headers={"Authorization": f"Bearer {key}"} if key else {})
+    try:
+        with urllib.request.urlopen(request, timeout=GET_TIMEOUT_S) as answer:
+            body: bytes = answer.read()
+            return body
     except urllib.error.HTTPError as error:
         raise HeadraceError(_message(error.read()) or f"the server answered {error.code}") from None
     except OSError as error:

@@ -20,12 +20,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import headrace
 from headrace.base.errors import NotAcceptingError
-from headrace.entrypoints.openai import generate, models, tokenize
+from headrace.entrypoints.openai import generate, insight, models, tokenize
 from headrace.entrypoints.openai.auth import OPEN_PATHS, KeyGuard
 from headrace.entrypoints.openai.context import ServerContext
 from headrace.entrypoints.openai.errors import ApiError, describe
 from headrace.entrypoints.openai.protocol import MAX_ID_CHARS, REQUEST_BODIES
 from headrace.entrypoints.openai.sse import ClientGone
+from headrace.observability.marks import CURRENT, Marks
 from headrace.observability.metrics import CONTENT_TYPE
 
 Handler = Callable[[ServerContext, Request], Awaitable[Response]]
@@ -73,9 +74,12 @@ class Edge:
             return
         counted = scope["path"] not in OPEN_PATHS
         self._context.num_in_flight += counted
+        marks = Marks(self._context.llm.now(), http=True)
+        CURRENT.set(marks)
         try:
             await self._app(scope, receive, send_named)
         finally:
+            marks.delivered = self._context.llm.now()
             self._context.num_in_flight -= counted
 
     def _check(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
@@ -134,6 +138,12 @@ ROUTES: list[tuple[str, str, Handler]] = [
     ("GET", "/v1/models/{model:path}", models.get_model),
     ("POST", "/v1/completions", generate.complete),
     ("POST", "/v1/chat/completions", generate.chat),
+    ("GET", "/v1/requests", insight.list_requests),
+    ("GET", "/v1/requests/{request_id}/explain", insight.explain),
+    ("GET", "/v1/steps", insight.steps),
+    ("GET", "/v1/trace", insight.trace),
+    ("POST", "/start_profile", insight.start_profile),
+    ("POST", "/stop_profile", insight.stop_profile),
     ("POST", "/tokenize", tokenize.tokenize),
     ("POST", "/detokenize", tokenize.detokenize),
 ]

@@ -1,0 +1,97 @@
+"""Looking inside over HTTP: why a request was slow, which requests there are, what steps did, a trace of it all.
+
+Every route here asks for the key. Nothing here shows a prompt or an answer.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+
+from headrace.base.errors import InvalidRequestError
+from headrace.entrypoints.openai.context import ServerContext
+from headrace.entrypoints.openai.errors import ApiError
+from headrace.messages.requests import Profile, Query
+from headrace.observability.explain import as_text
+from headrace.observability.trace import make_trace
+
+QUERY_TIMEOUT_S = 10.0
+PROFILE_TIMEOUT_S = 60.0
+MAX_LISTED = 200
+
+
+def _json(value: Any) -> Response:
+    return Response(msgspec.json.encode(value), media_type="application/json")
+
+
+async def explain(context: ServerContext, request: Request) -> Response:
+    """``GET /v1/requests/{id}/explain``; ``?format=text`` for people."""
+    form = request.query_params.get("format", "json")
+    if form not in ("json", "text"):
+        raise InvalidRequestError("format must be json or text", param="format")
+    explanation = await context.llm.explain(request.path_params["request_id"])
+    if explanation is None:
+        message = "no such request is remembered; the newest thousand are"
+        raise ApiError(404, message, param="id", code="request_not_found")
+    if form == "text":
+        return PlainTextResponse("\n\n".join(as_text(e) for e in explanation.get("answers", [explanation])) + "\n")
+    return _json(explanation)
+
+
+async def list_requests(context: ServerContext, request: Request) -> Response:
+    """``GET /v1/requests``: the latest requests, in short."""
+    return _json({"object": "list", "data": await describe_requests(context, MAX_LISTED)})
+
+
+async def describe_requests(context: ServerContext, count: int) -> list[dict[str, Any]]:
+    """The latest requests of the core under their clients' names; times are seconds ago."""
+    llm = context.llm
+    now = llm.now()
+    found = await llm.control(Query(topic="requests"), QUERY_TIMEOUT_S)
+    rows = []
+    for one in found[:count]:
+        end = one["finished"] or now
+        rows.append(
+            {
+                "id": llm.marks.name_of(one["request_id"]),
+                "request_id": one["request_id"],
+                "state": "finished" if one["finished"] else "running" if one["admitted"] else "waiting",
+                "waiting_reason": one["waiting"] if not one["admitted"] else "",
+                "finish_reason": one["finish_reason"],
+                "num_prompt_tokens": one["num_prompt_tokens"],
+                "num_cached_tokens": one["local_hit"],
+                "num_output_tokens": one["num_output_tokens"],
+                "num_preemptions": one["num_preemptions"],
+                "age_s": now - one["queued"],
+                "length_s": end - one["queued"],
+            }
+        )
+    return rows
+
+
+async def steps(context: ServerContext, request: Request) -> Response:
+    """``GET /v1/steps``: the latest steps, or those ``after`` a step id."""
+    after = request.query_params.get("after")
+    if after is not None and not (after.isascii() and after.isdigit()):
+        raise InvalidRequestError("after must be the id of a step", param="after")
+    found = await context.llm.control(Query(topic="steps", argument=after), QUERY_TIMEOUT_S)
+    return _json({"object": "list", "data": found})
+
+
+async def trace(context: ServerContext, request: Request) -> Response:
+    """``GET /v1/trace``: the latest steps and requests for Perfetto."""
+    found = await context.llm.control(Query(topic="trace"), QUERY_TIMEOUT_S)
+    return _json(make_trace(found, context.llm.marks.name_of))
+
+
+async def start_profile(context: ServerContext, request: Request) -> Response:
+    """``POST /start_profile``."""
+    return _json(await context.llm.control(Profile(start=True), PROFILE_TIMEOUT_S) or {})
+
+
+async def stop_profile(context: ServerContext, request: Request) -> Response:
+    """``POST /stop_profile``: ends the profile and says where it lies."""
+    return _json(await context.llm.control(Profile(start=False), PROFILE_TIMEOUT_S) or {})

@@ -1,0 +1,77 @@
+"""Steps and requests as a Chrome trace, which Perfetto opens: a track per request, one for steps, one for KV use.
+
+Flows lead from the prompt of a request to the step that began it. Times are microseconds since the first event.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from headrace.observability.explain import CAUSES
+
+_STEPS, _REQUESTS = 1, 2
+
+
+def make_trace(view: dict[str, Any], name_of: Callable[[str], str] = str) -> dict[str, Any]:
+    """The trace.
+
+    Args:
+        view: ``steps`` and ``requests`` as the flight recorder gives them.
+        name_of: internal id to the name to show.
+    """
+    steps, requests = view["steps"], view["requests"]
+    starts = [step["scheduled"] for step in steps] + [one["queued"] for one in requests]
+    zero = min(starts, default=0.0)
+    events: list[dict[str, Any]] = [
+        _name("process_name", _STEPS, 0, "engine"),
+        _name("thread_name", _STEPS, 1, "steps"),
+        _name("process_name", _REQUESTS, 0, "requests"),
+    ]
+    for step in steps:
+        events += _step_events(step, zero)
+    for track, one in enumerate(requests, 1):
+        events += _request_events(one, track, zero, name_of)
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def _name(kind: str, pid: int, tid: int, name: str) -> dict[str, Any]:
+    return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": {"name": name}}
+
+
+def _us(seconds: float) -> float:
+    return round(1e6 * seconds, 1)
+
+
+def _step_events(step: dict[str, Any], zero: float) -> list[dict[str, Any]]:
+    start, end = step["scheduled"], step["committed"]
+    base = {"pid": _STEPS, "tid": 1}
+    usage = {"ph": "C", "name": "KV blocks in use, %", "pid": _STEPS, "tid": 2, "ts": _us(start - zero)}
+    events: list[dict[str, Any]] = [usage | {"args": {"used": round(100 * step["kv_usage"], 2)}}]
+    queues = {"ph": "C", "name": "requests", "pid": _STEPS, "tid": 3, "ts": _us(start - zero)}
+    events.append(queues | {"args": {"running": step["num_running"], "waiting": step["num_waiting"]}})
+    if not end:
+        return events
+    args = {name: step[name] for name in ("num_tokens", "graph_mode", "graph_reason", "waiting_reason", "blocks")}
+    # Steps in flight overlap, which one track of plain slices cannot show: they are asynchronous ones.
+    common = {**base, "cat": "step", "id": step["step"], "name": f"step {step['step']}"}
+    events.append({"ph": "b", **common, "ts": _us(start - zero), "args": args | {"phases_ms": step["phases_ms"]}})
+    events.append({"ph": "e", **common, "ts": _us(end - zero)})
+    return events
+
+
+def _request_events(
+    one: dict[str, Any], track: int, zero: float, name_of: Callable[[str], str]
+) -> list[dict[str, Any]]:
+    base = {"pid": _REQUESTS, "tid": track}
+    events = [_name("thread_name", _REQUESTS, track, name_of(one["request_id"]))]
+    for span in one["spans"]:
+        start, length = _us(span["start"] - zero), _us(span["end"] - span["start"])
+        detail = {key: name_of(value) if key == "for" else value for key, value in span["detail"].items()}
+        args = {"why": CAUSES.get(span["cause"], span["cause"]), "steps": span["num_steps"], **detail}
+        events.append({"ph": "X", **base, "name": span["cause"], "ts": start, "dur": length, "args": args})
+    if one["admitted"]:
+        flow = {"cat": "admission", "name": "runs in", "id": track, "ts": _us(one["admitted"] - zero)}
+        events.append({"ph": "s", **flow, **base})
+        events.append({"ph": "f", "bp": "e", **flow, "pid": _STEPS, "tid": 1})
+    return events

@@ -1,0 +1,236 @@
+"""Explanations over HTTP: injected delays appear under their cause, and nearly all of the time is attributed."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import suppress
+from random import Random
+from typing import Any
+
+import httpx
+import pytest
+
+from headrace.frontend.tokenizer import Tokenizer
+from headrace.observability.explain import CAUSES, MISSES, as_text, explain_request
+from headrace.observability.marks import MarkBook, Marks
+from tests.observability.live_service import Live, start_live
+
+StartLive = Callable[..., Awaitable[Live]]
+CLOSE_MS = 5.0
+
+
+@pytest.fixture
+async def start() -> AsyncIterator[StartLive]:
+    started: list[Live] = []
+
+    async def begin(**options: Any) -> Live:
+        started.append(await start_live(**options))
+        return started[-1]
+
+    yield begin
+    for live in started:
+        await live.end()
+
+
+async def test_a_request_is_found_by_its_header_and_its_id(start: StartLive) -> None:
+    live = await start()
+    reply = await live.complete("mine", max_tokens=5)
+    for name in ("mine", reply.json()["id"], reply.headers["x-request-id"]):
+        found = await live.explain(name)
+        assert found["id"] == "cmpl-mine"
+        assert (found["state"], found["finish_reason"]) == ("finished", "length")
+        assert (found["num_prompt_tokens"], found["num_output_tokens"]) == (2, 5)
+        assert found["attributed_share"] >= 0.99
+    text = (await live.http.get("/v1/requests/mine/explain?format=text")).text
+    assert text.startswith("request cmpl-mine: finished (length)")
+    assert CAUSES["decode"] in text
+    assert (await live.http.get("/v1/requests/nobody/explain")).status_code == 404
+    assert (await live.http.get("/v1/requests/mine/explain?format=xml")).status_code == 400
+
+
+async def test_the_key_guards_explanations(start: StartLive) -> None:
+    live = await start(options={"api_key": ("secret",)})
+    for path in ("/v1/requests/a/explain", "/v1/requests", "/v1/steps", "/v1/trace"):
+        assert (await live.http.get(path)).status_code == 401
+
+
+async def test_a_running_request_is_explained(start: StartLive) -> None:
+    live = await start(step_s=0.01)
+    running = asyncio.create_task(live.complete("long", max_tokens=200))
+    async with asyncio.timeout(10):
+        while (await live.http.get("/v1/requests/long/explain")).status_code == 404:
+            await asyncio.sleep(0.01)
+    await asyncio.sleep(0.1)
+    found = await live.explain("long")
+    assert found["state"] == "running"
+    assert found["attributed_share"] >= 0.99
+    await live.llm.abort("cmpl-long")
+    await running
+    assert (await live.explain("long"))["finish_reason"] == "abort"
+
+
+async def test_each_of_n_answers(start: StartLive) -> None:
+    live = await start()
+    await live.complete("many", n=3, temperature=1, max_tokens=4)
+    answers = (await live.explain("many"))["answers"]
+    assert len({answer["request_id"] for answer in answers}) == 3
+    assert all(answer["attributed_share"] >= 0.99 for answer in answers)
+
+
+async def test_slow_tokenising_is_named(start: StartLive, monkeypatch: pytest.MonkeyPatch) -> None:
+    live = await start()
+    plain = Tokenizer.encode
+
+    def slowly(self: Tokenizer, text: str, add_special_tokens: bool = True) -> list[int]:
+        time.sleep(0.1)
+        return plain(self, text, add_special_tokens)
+
+    monkeypatch.setattr(Tokenizer, "encode", slowly)
+    await live.complete("a", max_tokens=2)
+    found = await live.explain("a")
+    assert found["totals_ms"]["tokenise"] == pytest.approx(100, abs=CLOSE_MS)
+    assert found["attributed_share"] >= 0.99
+
+
+async def test_slow_detokenising_is_named(start: StartLive, monkeypatch: pytest.MonkeyPatch) -> None:
+    live = await start(step_s=0.001)
+    from headrace.frontend.answer import Answer
+
+    plain = Answer.add
+
+    def slowly(self: Answer, output: Any) -> int:
+        time.sleep(0.02)
+        return plain(self, output)
+
+    monkeypatch.setattr(Answer, "add", slowly)
+    await live.complete("a", max_tokens=20)
+    found = await live.explain("a")
+    assert found["totals_ms"]["detokenise"] > 0.8 * (found["wall_ms"] - 40)
+    assert found["attributed_share"] >= 0.99
+
+
+async def test_a_slow_reader_is_named(start: StartLive) -> None:
+    live = await start(step_s=0.0005, max_model_len=8192, num_kv_blocks=4097)
+    # Small buffers on both sides, so that the answer cannot hide in the kernel.
+    live.listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    plug = socket.socket()
+    plug.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    plug.setblocking(False)
+    await asyncio.get_running_loop().sock_connect(plug, live.listener.getsockname()[:2])
+    body = b'{"prompt": "ab", "max_tokens": 2000, "ignore_eos": true, "stream": true}'
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nX-Request-Id: slow\r\nContent-Length: %d\r\n\r\n" % len(body)
+    await asyncio.get_running_loop().sock_sendall(plug, head + body)
+    with plug:
+        async with asyncio.timeout(30):
+            while (await live.http.get("/v1/requests/slow/explain")).status_code != 200:
+                await asyncio.sleep(0.02)
+            while (await live.explain("slow"))["state"] != "finished":
+                await asyncio.sleep(0.05)
+        ended = (await live.explain("slow"))["totals_ms"].get("socket_wait", 0)
+        await asyncio.sleep(0.3)
+        found = await live.explain("slow")
+        assert found["totals_ms"]["socket_wait"] > ended + 290
+        assert found["attributed_share"] >= 0.99
+
+
+async def test_waiting_and_preemption_name_the_other(start: StartLive) -> None:
+    live = await start(step_s=0.003, num_kv_blocks=33, max_model_len=120, watermark=0.0)
+    old = asyncio.create_task(live.complete("old", prompt="x" * 50, max_tokens=60))
+    await asyncio.sleep(0.02)
+    await live.complete("new", prompt="y" * 50, max_tokens=60)
+    await old
+    found = await live.explain("new")
+    # Whoever of the two lacked a block first.
+    whom = found["preemptions"][0]["for"]
+    assert whom in ("cmpl-old", "cmpl-new")
+    assert found["preemptions"][0]["cause"] == "no_blocks"
+    assert found["totals_ms"]["preempted"] > 10
+    assert "preempted at" in as_text(found)
+
+
+async def test_the_prefix_is_explained(start: StartLive) -> None:
+    live = await start()
+    await live.complete("first", prompt="a" * 40, max_tokens=1)
+    await live.complete("second", prompt="a" * 30 + "b" * 10, max_tokens=1)
+    found = await live.explain("second")
+    assert found["prefix"]["local_hit"] == 28
+    assert found["prefix"]["miss"] == {"block": 7, "first_token": 28, "reason": "text_differs", "token": 30}
+    assert "the text differs from the cached one at token 30" in as_text(found)
+
+
+@pytest.mark.slow
+async def test_two_hundred_mixed_requests(start: StartLive) -> None:
+    live = await start(step_s=0.002, max_num_seqs=16, max_num_batched_tokens=64, num_kv_blocks=300)
+    random = Random(5)
+
+    async def one(number: int) -> None:
+        await asyncio.sleep(random.random() * 2)
+        body: dict[str, Any] = {
+            "prompt": "p" * random.randint(1, 40) + chr(97 + number % 7) * random.randint(1, 60),
+            "max_tokens": random.randint(1, 40),
+            "stream": random.random() < 0.5,
+            "n": random.choice([1, 1, 1, 2]),
+            "temperature": 1,
+        }
+        name, timeout = f"m{number}", 30.0
+        if random.random() < 0.05:
+            body, timeout = body | {"stream": False, "max_tokens": 150}, 0.05
+        with suppress(httpx.ReadTimeout):
+            await live.complete(name, timeout=timeout, **body)
+
+    await asyncio.gather(*(one(number) for number in range(200)))
+    await asyncio.sleep(0.1)
+    shares = {}
+    for number in range(200):
+        found = await live.explain(f"m{number}")
+        for answer in found.get("answers", [found]):
+            shares[answer["request_id"]] = answer["attributed_share"]
+            assert set(answer["totals_ms"]) <= CAUSES.keys()
+    assert min(shares.values()) >= 0.99, {name: share for name, share in shares.items() if share < 0.99}
+
+
+async def test_lists_and_traces(start: StartLive) -> None:
+    live = await start()
+    await live.complete("a", max_tokens=5)
+    rows = (await live.http.get("/v1/requests")).json()["data"]
+    assert [(row["id"], row["state"], row["num_output_tokens"]) for row in rows] == [("cmpl-a", "finished", 5)]
+    steps = (await live.http.get("/v1/steps")).json()["data"]
+    assert sum(step["num_tokens"] for step in steps) == 6
+    later = (await live.http.get(f"/v1/steps?after={steps[1]['step']}")).json()["data"]
+    assert later == steps[2:]
+    assert (await live.http.get("/v1/steps?after=x")).status_code == 400
+    events = (await live.http.get("/v1/trace")).json()["traceEvents"]
+    kinds = {event["ph"] for event in events}
+    assert kinds >= {"M", "X", "C", "b", "e", "s", "f"}
+    named = [e["args"]["name"] for e in events if e["ph"] == "M" and e["name"] == "thread_name"]
+    assert "cmpl-a" in named and "steps" in named
+
+
+def test_marks_are_bounded() -> None:
+    book = MarkBook(max_kept=10)
+    for number in range(50):
+        marks = Marks(float(number))
+        book.bind(marks, f"e{number}", [f"i{number}"], number + 0.5)
+        book.ended([f"i{number}"], number + 1.0, number + 1.5)
+    assert len(book) <= 11
+    assert book.find("e0") is None and book.find("i0") is None
+    assert book.find("i49") is book.find("e49") is not None
+    assert book.name_of("i49") == "e49"
+
+
+def test_gaps_count_as_unattributed() -> None:
+    marks = Marks(0.0)
+    book = MarkBook()
+    book.bind(marks, "e", ["i"], 1.0)
+    book.ended(["i"], 10.0, 10.0)
+    found = explain_request(marks, "i", None, [], book.name_of, 20.0)
+    assert found["attributed_share"] == pytest.approx(0.1)
+    assert found["state"] == "finished"
+
+
+def test_every_miss_has_words() -> None:
+    for reason, words in MISSES.items():
+        assert words.format(step=1, token=2, other="x"), reason
