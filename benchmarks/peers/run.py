@@ -149,9 +149,8 @@ def plot(rates: dict[str, dict[str, list[float]]], path: Path) -> None:
 
 def describe_machine() -> dict[str, str]:
     """CPU, system and commit, so that a figure can be placed."""
-    cpu = next(
-        (line.split(":")[1].strip() for line in Path("/proc/cpuinfo").open() if line.startswith("model name")), ""
-    )
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    cpu = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), "")
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], cwd=HERE, capture_output=True, text=True
     ).stdout.strip()

@@ -177,9 +177,8 @@ def _resolve_model(r: _Resolver, architecture: Architecture) -> None:
     if r.get("model.max_model_len") is None:
         r.decide("model.max_model_len", architecture.max_position, "the model's own context")
     elif r.get("model.max_model_len") > architecture.max_position:
-        raise ConfigError(
-            f"--max-model-len {r.get('model.max_model_len')} is above the model's context of {architecture.max_position}"
-        )
+        asked_len, context = r.get("model.max_model_len"), architecture.max_position
+        raise ConfigError(f"--max-model-len {asked_len} is above the model's context of {context}")
     if r.get("model.served_model_name") is None:
         r.decide("model.served_model_name", r.get("model.model"), "the model argument")
 

@@ -38,7 +38,9 @@ class ModelSection:
     seed: int = setting(0, "Seed from which requests without one get theirs.")
     enable_auto_tool_choice: bool = setting(True, "Let the model decide on tool calls when tools are sent.")
     tool_call_parser: str = setting("template", "How the model writes tool calls; template asks its chat template.")
-    reasoning_parser: str = setting("template", "How the model marks reasoning, or none; template asks its chat template.")
+    reasoning_parser: str = setting(
+        "template", "How the model marks reasoning, or none; template asks its chat template."
+    )
     grammar_timeout_s: float = setting(5.0, "Most seconds that preparing one structured output may take.")
     packed_cache: bool = setting(False, "Keep packed weights on disk to make later starts faster.")
 

@@ -50,7 +50,7 @@ class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
     """One step.
 
     ``num_scheduled_tokens`` names every request of the step in scheduling order with its tokens, drafts included.
-    ``finished`` and ``preempted`` rows end before anything else is applied. ``spec`` maps a request to its draft tokens.
+    ``finished`` and ``preempted`` rows end before anything else is applied. ``spec`` maps a request to its drafts.
     ``grammar`` lists requests whose sampling needs a bitmask. ``connector`` is the KV connector's own metadata.
     """
 
