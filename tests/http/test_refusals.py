@@ -217,15 +217,13 @@ HARMLESS_CHAT: dict[str, list[Any]] = {
 REFUSED: dict[str, list[Any]] = {
     "store": [True],
     "service_tier": ["flex"],
-    "response_format": [{"type": "json_object"}, {"type": "json_schema", "json_schema": {}}, 5],
-    "structured_outputs": [{"regex": "a"}],
     "use_beam_search": [True],
     "truncate_prompt_tokens": [5],
     "kv_transfer_params": [{"do_remote_decode": True}],
     "user": [5],
 }
 REFUSED_CHAT: dict[str, list[Any]] = {
-    "tools": [[], [{"type": "function", "function": {"name": "SECRETMARK"}}]],
+    "tools": [[]],
     "tool_choice": ["required", {"type": "function", "function": {"name": "x"}}],
     "functions": [[]],
     "function_call": [{"name": "x"}],

@@ -72,6 +72,9 @@ class SchedulerSection:
     watermark: float = setting(0.01, "Share of blocks kept free when a request is admitted beside others.")
     max_head_bypass_steps: int = setting(64, "Steps for which others may pass a head that does not fit.")
     max_token_gap_ms: float = setting(0.0, "Aim for gaps between tokens while prompts arrive; 0 is no limit.")
+    max_token_gap_factor: float | None = setting(
+        None, "The same as a multiple of a step without prompts; 0 is no limit, the platform chooses by default."
+    )
 
 
 @dataclass(frozen=True, slots=True)

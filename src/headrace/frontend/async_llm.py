@@ -33,6 +33,7 @@ from headrace.frontend.input_processor import InputProcessor, Prompt, PromptToke
 from headrace.frontend.observer import NullObserver, RequestObserver
 from headrace.frontend.output_processor import OutputProcessor
 from headrace.frontend.stream import OutputStream
+from headrace.frontend.structured import StructuredOutputChecker
 from headrace.frontend.tokenizer import Tokenizer
 from headrace.frontend.validation import RequestLimits
 from headrace.messages.outputs import CoreReady, EngineCoreOutputs, FinishReason, SchedulerStats
@@ -107,6 +108,7 @@ class AsyncLLM:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._watch = ProgressWatch(self._clock.monotonic())
         self._input: InputProcessor | None = None
+        self._structured: StructuredOutputChecker | None = None
         self._ready: CoreReady | None = None
         self._dead: EngineDeadError | None = None
         self._accepting = False
@@ -125,6 +127,13 @@ class AsyncLLM:
             id_suffix=secrets.token_hex(4),
             eos_token_ids=self.config.architecture.eos_token_ids,
             defaults=self._defaults,
+        )
+        self._structured = StructuredOutputChecker(
+            self.tokenizer,
+            self._input.eos_token_ids,
+            ready.vocab_size,
+            self._clock,
+            self.config.model.grammar_timeout_s,
         )
         self._ready = ready
         self._accepting = True
@@ -254,6 +263,10 @@ class AsyncLLM:
         arrival = self._clock.monotonic()
         if not prompts:
             raise InvalidRequestError("prompt must not be an empty list", param="prompt")
+        if isinstance(sampling_params, SamplingParams):
+            sampling_params = await self.check_constraint(sampling_params)
+        elif sampling_params is not None:
+            sampling_params = [await self.check_constraint(params) for params in sampling_params]
         params = spread_params(sampling_params, len(prompts))
         if request_id is None:
             self._num_unnamed += 1
@@ -350,6 +363,14 @@ class AsyncLLM:
             now = self._clock.monotonic()
             answers.append(explain_request(marks, request_id, core, self.marks.busy, self.marks.name_of, now))
         return answers[0] if len(answers) == 1 else {**answers[0], "answers": answers}
+
+    async def check_constraint(self, params: SamplingParams, param: str = "structured_outputs") -> SamplingParams:
+        """Return the parameters with a structured output that is known to be enforceable; ``param`` is for errors."""
+        if not isinstance(params, SamplingParams) or params.structured_outputs is None:
+            return params
+        if self._structured is None:
+            raise NotAcceptingError("the engine is not ready")
+        return await self._structured.check(params, param)
 
     # Text, beside the loop when it is long.
 

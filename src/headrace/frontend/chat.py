@@ -157,6 +157,7 @@ class ChatTemplate:
             self._template = self._env.from_string(source)
         except jinja2.TemplateSyntaxError as error:
             raise ConfigError(f"chat template: line {error.lineno}: {error.message}") from None
+        self.source = source
         self.variables = frozenset(jinja2.meta.find_undeclared_variables(tree))
         self._tokens = {name: text for name, text in tokens.items() if name in self.variables}
         self.wants_parts = _loops_over_content(tree)

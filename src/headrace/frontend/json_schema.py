@@ -16,6 +16,7 @@ from headrace.base.errors import InvalidRequestError
 MAX_BYTES = 1 << 16
 MAX_DEPTH = 48
 MAX_NODES = 20_000
+MAX_REFERENCES = 500
 
 _ANNOTATIONS = frozenset(
     {
@@ -200,17 +201,23 @@ class _Checker:
             raise self._refuse("$ref: the reference does not lead to a schema")
         return target
 
-    def _ending_references(self) -> frozenset[str]:
+    def _ending_references(self) -> set[str]:
         """References whose schemas some finite value can satisfy: those known to, until no more come to be known."""
-        refs = {node["$ref"] for node in _walk(self._root) if "$ref" in node}
-        known: frozenset[str] = frozenset()
-        while True:
-            more = known | {ref for ref in refs - known if self._can_end(self._resolve(ref), known)}
-            if more == known:
-                return known
-            known = more
+        waiting = {node["$ref"] for node in _walk(self._root) if "$ref" in node}
+        if len(waiting) > MAX_REFERENCES:
+            raise self._refuse(f"the schema has more than {MAX_REFERENCES} different references")
+        known: set[str] = set()
+        progress = True
+        while progress:
+            progress = False
+            for ref in list(waiting):
+                if self._can_end(self._resolve(ref), known):
+                    known.add(ref)
+                    waiting.remove(ref)
+                    progress = True
+        return known
 
-    def _can_end(self, node: Any, known: frozenset[str]) -> bool:
+    def _can_end(self, node: Any, known: set[str]) -> bool:
         """Whether a finite value can satisfy ``node``, as far as references go."""
         if not isinstance(node, dict):
             return True
@@ -227,7 +234,7 @@ class _Checker:
             return True
         return self._object_can_end(node, known) and self._array_can_end(node, known)
 
-    def _object_can_end(self, node: dict[str, Any], known: frozenset[str]) -> bool:
+    def _object_can_end(self, node: dict[str, Any], known: set[str]) -> bool:
         if "type" in node and "object" not in _types(node):
             return True
         properties, required = node.get("properties", {}), node.get("required", ())
@@ -235,7 +242,7 @@ class _Checker:
             return True
         return all(self._can_end(properties.get(name), known) for name in required if isinstance(name, str))
 
-    def _array_can_end(self, node: dict[str, Any], known: frozenset[str]) -> bool:
+    def _array_can_end(self, node: dict[str, Any], known: set[str]) -> bool:
         least = node.get("minItems", 0)
         if ("type" in node and "array" not in _types(node)) or not isinstance(least, int) or least <= 0:
             return True

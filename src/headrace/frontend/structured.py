@@ -15,6 +15,7 @@ import msgspec
 
 from headrace.base.clock import Clock
 from headrace.base.errors import InvalidRequestError
+from headrace.core.daemon_pool import DaemonPool, PoolFullError
 from headrace.core.grammar_backend import GrammarCompilation, LLGuidanceCompiler, TokenizerSource
 from headrace.frontend.json_schema import clean_schema
 from headrace.frontend.tokenizer import Tokenizer
@@ -23,6 +24,8 @@ from headrace.messages.sampling_params import SamplingParams, StructuredOutputPa
 
 PARAM = "structured_outputs"
 POLL_S = 0.25
+INLINE_CHARS = 4096
+"""Schemas up to this length are checked on the event loop."""
 
 
 class StructuredOutputChecker:
@@ -39,6 +42,7 @@ class StructuredOutputChecker:
     def __init__(
         self, tokenizer: Tokenizer | None, eos_token_ids: tuple[int, ...], vocab_size: int, clock: Clock, limit_s: float
     ) -> None:
+        self._pool = DaemonPool("schemas", num_threads=1, limit=64)
         self._compiler: LLGuidanceCompiler | None = None
         if tokenizer is not None:
             backend = tokenizer.backend
@@ -56,7 +60,16 @@ class StructuredOutputChecker:
         """
         if params.structured_outputs is None:
             return params
-        cleaned, compilation = self._begin(params, param)
+        self._check(params, param)
+        asked = params.structured_outputs
+        if len(asked.json or asked.structural_tag or "") <= INLINE_CHARS:
+            cleaned = _clean(asked, param)
+        else:
+            try:
+                cleaned = await asyncio.wrap_future(self._pool.submit(lambda: _clean(asked, param)))
+            except PoolFullError:
+                raise InvalidRequestError(f"{param}: too many schemas wait to be checked", param=param) from None
+        compilation = self._compile(cleaned)
         while not compilation.done:
             await asyncio.wait({asyncio.wrap_future(compilation.future)}, timeout=POLL_S)
         return _finish(params, cleaned, compilation, param)
@@ -65,18 +78,21 @@ class StructuredOutputChecker:
         """The same for callers without an event loop: waits in the caller's thread."""
         if params.structured_outputs is None:
             return params
-        cleaned, compilation = self._begin(params, param)
+        self._check(params, param)
+        cleaned = _clean(params.structured_outputs, param)
+        compilation = self._compile(cleaned)
         while not compilation.done:
             concurrent.futures.wait([compilation.future], timeout=POLL_S)
         return _finish(params, cleaned, compilation, param)
 
-    def _begin(self, params: SamplingParams, param: str) -> tuple[StructuredOutputParams, GrammarCompilation]:
+    def _check(self, params: SamplingParams, param: str) -> None:
         check_structured_outputs(params, param)
         if self._compiler is None:
             raise InvalidRequestError(f"{param} needs a tokenizer", param=param)
-        assert params.structured_outputs is not None
-        cleaned = _clean(params.structured_outputs, param)
-        return cleaned, self._compiler.compile(cleaned)
+
+    def _compile(self, cleaned: StructuredOutputParams) -> GrammarCompilation:
+        assert self._compiler is not None
+        return self._compiler.compile(cleaned)
 
 
 def _finish(

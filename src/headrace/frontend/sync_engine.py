@@ -20,6 +20,7 @@ from headrace.frontend.fan_out import RequestGroup
 from headrace.frontend.input_processor import InputProcessor, Prompt, PromptTokens, spread_params
 from headrace.frontend.observer import NullObserver, RequestObserver
 from headrace.frontend.output_processor import OutputProcessor
+from headrace.frontend.structured import StructuredOutputChecker
 from headrace.frontend.tokenizer import Tokenizer
 from headrace.frontend.validation import RequestLimits
 from headrace.messages.outputs import CoreReady, EngineCoreOutputs, FinishReason
@@ -78,6 +79,9 @@ class SyncEngine:
             eos_token_ids=config.architecture.eos_token_ids,
             defaults=defaults,
         )
+        self._structured = StructuredOutputChecker(
+            tokenizer, self.input.eos_token_ids, core.ready.vocab_size, self._clock, config.model.grammar_timeout_s
+        )
         self._num_seen = 0
 
     def tokenize_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> PromptTokens:
@@ -130,6 +134,7 @@ class SyncEngine:
         tokens = prompt if isinstance(prompt, PromptTokens) else self.input.tokenize(prompt)
         params = self.input.default_sampling_params() if params is None else params
         if isinstance(params, SamplingParams):
+            params = self._structured.check_now(params)
             params = msgspec.structs.replace(params, output_kind=RequestOutputKind.FINAL_ONLY)
         external_id = str(self._num_seen)
         self._num_seen += 1

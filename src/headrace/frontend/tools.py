@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -17,6 +17,7 @@ from headrace.frontend.json_schema import clean_schema, inline_root
 from headrace.messages.sampling_params import StructuredOutputParams
 
 MAX_TOOLS = 128
+MAX_TOOLS_CHARS = 1 << 18
 MAX_FORCED_CALLS = 16
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
@@ -48,7 +49,7 @@ class ToolPlan:
 
     def for_template(self) -> list[dict[str, Any]] | None:
         """The tools as chat templates take them."""
-        return [tool.source for tool in self.tools.values()] or None
+        return None if self.mode == "none" else [tool.source for tool in self.tools.values()]
 
     def constraint(self) -> StructuredOutputParams | None:
         """The constraint that makes sure of calls; none where the model decides."""
@@ -87,6 +88,8 @@ def _parse_tools(tools: Any) -> dict[str, Tool]:
         raise InvalidRequestError("tools must be a list that is not empty", param="tools")
     if len(tools) > MAX_TOOLS:
         raise InvalidRequestError(f"at most {MAX_TOOLS} tools are allowed", param="tools")
+    if len(json.dumps(tools)) > MAX_TOOLS_CHARS:
+        raise InvalidRequestError(f"tools must not be longer than {MAX_TOOLS_CHARS} characters", param="tools")
     known: dict[str, Tool] = {}
     for index, tool in enumerate(tools):
         where = f"tools[{index}]"
@@ -139,3 +142,24 @@ def _parse_choice(choice: Any, tools: Tools) -> tuple[Literal["none", "auto", "r
     if name not in tools:
         raise InvalidRequestError("tool_choice names a function that is not among the tools", param="tool_choice")
     return "named", name
+
+
+def describe_tools(messages: Sequence[Mapping[str, Any]], plan: ToolPlan) -> list[Mapping[str, Any]]:
+    """Return the conversation with the tools told of in its system turn, for templates that have no place for them."""
+    lines = [json.dumps(tool, ensure_ascii=False) for tool in plan.for_template() or ()]
+    text = "\n".join(
+        [
+            "You may call functions. Each line between <tools> and </tools> describes one:",
+            "<tools>",
+            *lines,
+            "</tools>",
+            "To call a function, answer with its name and arguments in this form:",
+            '<tool_call>\n{"name": "the name", "arguments": {"an argument": "its value"}}\n</tool_call>',
+        ]
+    )
+    first = messages[0] if messages else {}
+    if first.get("role") not in ("system", "developer"):
+        return [{"role": "system", "content": text}, *messages]
+    content = first.get("content") or ""
+    joined = f"{content}\n\n{text}" if isinstance(content, str) else [*content, {"type": "text", "text": text}]
+    return [{**first, "content": joined}, *messages[1:]]

@@ -10,14 +10,17 @@ from typing import Any
 import msgspec
 
 from headrace.base.errors import InvalidRequestError
+from headrace.entrypoints.openai.chat_parts import AnswerParts, delta_of, message_of
+from headrace.entrypoints.openai.constraints import read_chat_constraint
 from headrace.entrypoints.openai.context import ServerContext
 from headrace.entrypoints.openai.generation import UsageCounter, Work, check_output
 from headrace.entrypoints.openai.logprobs import chat_logprobs, prompt_logprobs_json
-from headrace.entrypoints.openai.protocol import ChatMessage, ChatRequest, TokenizeRequest
+from headrace.entrypoints.openai.protocol import ChatMessage, ChatRequest, TokenizeRequest, Usage
 from headrace.entrypoints.openai.refusals import check_refusals
 from headrace.entrypoints.openai.sampling import check_stream_fields, make_sampling
 from headrace.entrypoints.openai.sse import ChunkTemplate, event
 from headrace.frontend.input_processor import PromptTokens
+from headrace.frontend.tools import ToolPlan, describe_tools, plan_tools
 from headrace.messages.request_output import CompletionOutput, RequestOutput
 
 _MARK = "\x00text\x00"
@@ -43,12 +46,29 @@ def _as_dict(message: ChatMessage) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if value is not None}
 
 
-async def render(context: ServerContext, body: ChatRequest | TokenizeRequest) -> PromptTokens:
+async def read_plan(context: ServerContext, body: ChatRequest | TokenizeRequest) -> ToolPlan:
+    """What a body wants with tools, checked beside the event loop when there are any."""
+    parallel = body.parallel_tool_calls if isinstance(body, ChatRequest) else None
+    if body.tools is None:
+        return plan_tools(None, body.tool_choice, parallel)
+    plan = await context.llm.run_beside(plan_tools, body.tools, body.tool_choice, parallel)
+    if plan.mode == "auto" and not context.llm.config.model.enable_auto_tool_choice:
+        message = "tool_choice auto needs the server's --enable-auto-tool-choice; use none, required or a function"
+        raise InvalidRequestError(message, param="tool_choice")
+    return plan
+
+
+async def render(context: ServerContext, body: ChatRequest | TokenizeRequest, plan: ToolPlan) -> PromptTokens:
     """The prompt of a chat, alike for answering and for counting."""
     assert body.messages is not None
+    messages: list[Any] = [_as_dict(message) for message in body.messages]
+    tools, template = plan.for_template(), context.llm.chat_template
+    if tools and template is not None and "tools" not in template.variables:
+        messages, tools = describe_tools(messages, plan), None
     generation = not body.continue_final_message if body.add_generation_prompt is None else body.add_generation_prompt
     return await context.llm.tokenize_chat(
-        [_as_dict(message) for message in body.messages],
+        messages,
+        tools=tools,
         add_generation_prompt=generation,
         continue_final_message=bool(body.continue_final_message),
         chat_template_kwargs=body.chat_template_kwargs,
@@ -64,6 +84,7 @@ class ChatCall:
     answer_id: str
     model: str
     work: Work
+    parts: AnswerParts
     created: int = field(default_factory=lambda: int(time.time()))
     counter: UsageCounter = field(default_factory=UsageCounter)
     _templates: dict[int, ChunkTemplate] = field(default_factory=dict)
@@ -76,14 +97,21 @@ class ChatCall:
         answer_id = f"chatcmpl-{request_id}"
         asked = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
         default = context.sampling_defaults.get("max_tokens")
+        plan = await read_plan(context, body)
+        constraint = read_chat_constraint(body, plan)
         sampling = make_sampling(
             body,
             context.sampling_defaults,
             max_tokens=default if asked is None else asked,
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+            constraint=constraint.params if constraint is not None else None,
         )
-        prompt = await render(context, body)
-        return cls(context, body, answer_id, model, Work(answer_id, [prompt], sampling, body))
+        prompt = await render(context, body, plan)
+        parts = AnswerParts(context, plan, prompt.text or "", body.include_reasoning is not False)
+        sampling = parts.adapt(sampling, explicit=body.skip_special_tokens is not None)
+        if constraint is not None:
+            sampling = await context.llm.check_constraint(sampling, constraint.param)
+        return cls(context, body, answer_id, model, Work(answer_id, [prompt], sampling, body), parts)
 
     async def answer(self) -> dict[str, Any]:
         """The whole answer."""
@@ -96,7 +124,7 @@ class ChatCall:
             check_output(one)
             self.counter.add(0, final, len(one.token_ids))
             choices.append(self._full_choice(one))
-        answer = {**self._head("chat.completion"), "choices": choices, "usage": self.counter.usage()}
+        answer = {**self._head("chat.completion"), "choices": choices, "usage": self._usage()}
         if self.body.prompt_logprobs is not None:
             answer["prompt_logprobs"] = prompt_logprobs_json(final.prompt_logprobs)
         if self.body.return_token_ids:
@@ -106,14 +134,17 @@ class ChatCall:
     def _full_choice(self, one: CompletionOutput) -> dict[str, Any]:
         choice: dict[str, Any] = {
             "index": one.index,
-            "message": {"role": "assistant", "content": one.text, "refusal": None},
+            "message": message_of(self.parts.parse(one)),
             "logprobs": self._logprobs(one),
-            "finish_reason": one.finish_reason,
+            "finish_reason": self.parts.finish_reason(one),
             "stop_reason": one.stop_reason,
         }
         if self.body.return_token_ids:
             choice["token_ids"] = one.token_ids
         return choice
+
+    def _usage(self) -> Usage:
+        return self.counter.usage(self.parts.num_reasoning_tokens)
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self.answer_id, "object": kind, "created": self.created, "model": self.model}
@@ -140,7 +171,7 @@ class ChatCall:
             if events:
                 yield b"".join(events)
         if options and options.include_usage:
-            yield event({**self._head("chat.completion.chunk"), "choices": [], "usage": self.counter.usage()})
+            yield event({**self._head("chat.completion.chunk"), "choices": [], "usage": self._usage()})
 
     def _first_chunk(self, index: int, output: RequestOutput, with_usage: bool) -> bytes:
         shape = {"index": index, "delta": {"content": _MARK}, "logprobs": None, "finish_reason": None}
@@ -151,18 +182,21 @@ class ChatCall:
         if self.body.return_token_ids:
             chunk["prompt_token_ids"] = output.prompt_token_ids
         if with_usage:
-            chunk["usage"] = self.counter.usage()
+            chunk["usage"] = self._usage()
         return event(chunk)
 
     def _chunk(self, one: CompletionOutput, with_usage: bool) -> bytes | None:
         plain = not self.body.logprobs and not self.body.return_token_ids and not with_usage
-        if plain and one.finish_reason is None:
+        if plain and one.finish_reason is None and not self.parts.needed:
             return self._templates[one.index].fill(one.text) if one.text else None
+        delta = delta_of(self.parts.parse(one))
+        if plain and one.finish_reason is None and not delta:
+            return None
         choice: dict[str, Any] = {
             "index": one.index,
-            "delta": {"content": one.text} if one.text else {},
+            "delta": delta,
             "logprobs": self._logprobs(one),
-            "finish_reason": one.finish_reason,
+            "finish_reason": self.parts.finish_reason(one),
         }
         if one.finish_reason is not None:
             choice["stop_reason"] = one.stop_reason
@@ -170,5 +204,5 @@ class ChatCall:
             choice["token_ids"] = one.token_ids
         chunk: dict[str, Any] = {**self._head("chat.completion.chunk"), "choices": [choice]}
         if with_usage:
-            chunk["usage"] = self.counter.usage()
+            chunk["usage"] = self._usage()
         return event(chunk)

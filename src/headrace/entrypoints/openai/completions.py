@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from headrace.base.errors import InvalidRequestError
+from headrace.entrypoints.openai.constraints import read_constraint
 from headrace.entrypoints.openai.context import ServerContext
 from headrace.entrypoints.openai.generation import UsageCounter, Work, check_output
 from headrace.entrypoints.openai.logprobs import CompletionLogprobs, prompt_logprobs_json
@@ -81,13 +82,17 @@ class CompletionCall:
         check_completion(body)
         model = context.check_model(body.model)
         scored = body.logprobs if body.echo and body.logprobs is not None else None
+        constraint = read_constraint(body)
         sampling = make_sampling(
             body,
             context.sampling_defaults,
             max_tokens=DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens,
             logprobs=body.logprobs,
             prompt_logprobs=scored,
+            constraint=constraint.params if constraint is not None else None,
         )
+        if constraint is not None:
+            sampling = await context.llm.check_constraint(sampling, constraint.param)
         special = body.add_special_tokens is not False
         prompts = [await context.llm.tokenize(prompt, special) for prompt in split_prompts(body.prompt)]
         answer_id = f"cmpl-{request_id}"

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from headrace.base.errors import EngineDeadError, InvalidRequestError
 from headrace.entrypoints.openai.options import ServerOptions
 from headrace.frontend.detokenizer import split_text
+from headrace.frontend.parsers.registry import get_reasoning_format, get_tool_format
 from headrace.observability.metrics import EngineMetrics
 
 if TYPE_CHECKING:
@@ -24,6 +25,9 @@ class ServerContext:
         model_name: what clients call the model.
         options: of the server.
         metrics: the observer that ``llm`` reports to.
+
+    Raises:
+        ConfigError: no such parser of tool calls or of reasoning.
     """
 
     def __init__(self, llm: AsyncLLM, model_name: str, options: ServerOptions, metrics: EngineMetrics) -> None:
@@ -34,6 +38,9 @@ class ServerContext:
         self.started = int(time.time())
         self.draining = False
         self.num_in_flight = 0
+        template = llm.chat_template.source if llm.chat_template is not None else ""
+        self.tool_format = get_tool_format(llm.config.model.tool_call_parser, template)
+        self.reasoning_format = get_reasoning_format(llm.config.model.reasoning_parser, template)
 
     @property
     def max_model_len(self) -> int:

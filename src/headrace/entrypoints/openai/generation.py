@@ -105,11 +105,11 @@ class UsageCounter:
         if index not in self._prompts or self._prompts[index][1] < output.num_cached_tokens:
             self._prompts[index] = (len(output.prompt_token_ids), output.num_cached_tokens)
 
-    def usage(self) -> Usage:
+    def usage(self, reasoning_tokens: int | None = None) -> Usage:
         """The sums so far."""
         prompt = sum(tokens for tokens, _ in self._prompts.values())
         cached = sum(hits for _, hits in self._prompts.values())
-        return make_usage(prompt, self._completion, cached)
+        return make_usage(prompt, self._completion, cached, reasoning_tokens)
 
 
 def check_output(output: CompletionOutput) -> None:

@@ -65,6 +65,9 @@ class GenerationFields(Struct, kw_only=True, forbid_unknown_fields=True):
     request_id: ClientId | None = None
     cache_salt: Salt | None = None
     add_special_tokens: bool | None = None
+    # checked by `constraints`
+    response_format: Any = None
+    structured_outputs: Any = None
     # accepted where they change nothing, see `refusals`
     user: Any = None
     metadata: Any = None
@@ -72,8 +75,6 @@ class GenerationFields(Struct, kw_only=True, forbid_unknown_fields=True):
     service_tier: Any = None
     safety_identifier: Any = None
     prompt_cache_key: Any = None
-    response_format: Any = None
-    structured_outputs: Any = None
     kv_transfer_params: Any = None
     use_beam_search: Any = None
     length_penalty: Any = None
@@ -119,7 +120,8 @@ class ChatRequest(GenerationFields, kw_only=True, forbid_unknown_fields=True):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     max_completion_tokens: int | None = None
-    parallel_tool_calls: Any = None
+    parallel_tool_calls: bool | None = None
+    include_reasoning: bool | None = None
     functions: Any = None
     function_call: Any = None
     modalities: Any = None
@@ -161,17 +163,26 @@ class PromptTokensDetails(Struct, kw_only=True):
     cached_tokens: int
 
 
-class Usage(Struct, kw_only=True):
-    """What a request used; a prompt counts once whatever ``n``."""
+class CompletionTokensDetails(Struct, kw_only=True):
+    """What completion tokens were spent on."""
+
+    reasoning_tokens: int
+
+
+class Usage(Struct, kw_only=True, omit_defaults=True):
+    """What a request used; a prompt counts once whatever ``n``. The details of answers are there for chats alone."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | None = None
 
 
-def make_usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> Usage:
-    """The usage of a request."""
+def make_usage(
+    prompt_tokens: int, completion_tokens: int, cached_tokens: int, reasoning_tokens: int | None = None
+) -> Usage:
+    """The usage of a request; ``reasoning_tokens`` is ``None`` where reasoning is not told apart."""
     total = prompt_tokens + completion_tokens
     details = PromptTokensDetails(cached_tokens=cached_tokens)
     return Usage(
@@ -179,6 +190,9 @@ def make_usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -
         completion_tokens=completion_tokens,
         total_tokens=total,
         prompt_tokens_details=details,
+        completion_tokens_details=(
+            None if reasoning_tokens is None else CompletionTokensDetails(reasoning_tokens=reasoning_tokens)
+        ),
     )
 
 

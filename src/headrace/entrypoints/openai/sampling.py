@@ -7,7 +7,7 @@ from typing import Any
 
 from headrace.base.errors import InvalidRequestError
 from headrace.entrypoints.openai.protocol import GenerationFields
-from headrace.messages.sampling_params import RequestOutputKind, SamplingParams
+from headrace.messages.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputParams
 
 DEFAULTABLE = frozenset({"temperature", "top_p", "top_k", "min_p", "repetition_penalty"})
 _SAME_NAME = (
@@ -40,6 +40,7 @@ def make_sampling(
     max_tokens: int | None,
     logprobs: int | None,
     prompt_logprobs: int | None = None,
+    constraint: StructuredOutputParams | None = None,
 ) -> SamplingParams:
     """Return the parameters of a request.
 
@@ -49,6 +50,7 @@ def make_sampling(
         max_tokens: the limit in force; ``None`` is the room that the context leaves.
         logprobs: candidates per token, or ``None``.
         prompt_logprobs: overrides the body's.
+        constraint: what the output is held to.
     """
     values: dict[str, Any] = {name: defaults[name] for name in DEFAULTABLE if defaults.get(name) is not None}
     for name in _SAME_NAME:
@@ -59,6 +61,8 @@ def make_sampling(
         values["logit_bias"] = _parse_bias(body.logit_bias)
     if prompt_logprobs is not None:
         values["prompt_logprobs"] = prompt_logprobs
+    if constraint is not None:
+        values["structured_outputs"] = constraint
     kind = RequestOutputKind.DELTA if body.stream else RequestOutputKind.FINAL_ONLY
     return SamplingParams(**values, max_tokens=max_tokens, logprobs=logprobs, output_kind=kind)
 

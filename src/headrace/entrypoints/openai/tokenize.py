@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from headrace.base.errors import InvalidRequestError
 from headrace.entrypoints.openai.body import check_content_type, parse, read_body
-from headrace.entrypoints.openai.chat import render
+from headrace.entrypoints.openai.chat import read_plan, render
 from headrace.entrypoints.openai.context import ServerContext
 from headrace.entrypoints.openai.protocol import DetokenizeRequest, TokenizeRequest
 from headrace.entrypoints.openai.refusals import check_refusals
@@ -25,7 +25,7 @@ async def tokenize(context: ServerContext, request: Request) -> Response:
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequestError("give either prompt or messages", param="prompt")
     if body.messages is not None:
-        ids = (await render(context, body)).token_ids
+        ids = (await render(context, body, await read_plan(context, body))).token_ids
     else:
         assert body.prompt is not None
         ids = (await context.llm.tokenize(body.prompt, body.add_special_tokens is not False)).token_ids
