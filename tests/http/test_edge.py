@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from headrace.base.errors import ConfigError
 from headrace.entrypoints.openai.app import ROUTES, openapi_document
 from headrace.entrypoints.openai.auth import OPEN_PATHS, KeyGuard
 from headrace.entrypoints.openai.protocol import REQUEST_BODIES
@@ -194,3 +196,23 @@ def test_options_are_flags() -> None:
     words: list[Any] = ["--port", "9", "--api-key", "a", "--api-key", "b", "--max-body", "1MiB", "--access-log"]
     options = options_from_args(parser.parse_args(words))
     assert (options.port, options.api_key, options.max_body, options.access_log) == (9, ("a", "b"), 1 << 20, True)
+
+
+def test_useless_settings_are_found_before_the_model_is_loaded(tmp_path: Path) -> None:
+    from headrace.entrypoints.openai.options import ServerOptions
+    from headrace.entrypoints.openai.server import bind, check_tls
+
+    check_tls(ServerOptions())
+    broken = tmp_path / "broken.pem"
+    broken.write_text("no certificate")
+    for options in (
+        ServerOptions(ssl_keyfile="key.pem"),
+        ServerOptions(ssl_certfile=str(tmp_path / "none.pem")),
+        ServerOptions(ssl_certfile=str(broken)),
+    ):
+        with pytest.raises(ConfigError, match="ssl-certfile"):
+            check_tls(options)
+    with bind(ServerOptions(port=0)) as taken:
+        taken.listen()
+        with pytest.raises(ConfigError, match="choose another"):
+            bind(ServerOptions(port=taken.getsockname()[1]))

@@ -58,6 +58,7 @@ def run_server(
         ModelFileError: the model cannot be loaded.
     """
     started = time.monotonic()
+    check_tls(options)
     listener = bind(options)
     try:
         client = make_core(config)
@@ -84,6 +85,22 @@ def bind(options: ServerOptions) -> socket.socket:
         raise ConfigError(message) from None
     listener.setblocking(False)
     return listener
+
+
+def check_tls(options: ServerOptions) -> None:
+    """Raise `ConfigError` for TLS files that cannot be used."""
+    if options.ssl_certfile is None:
+        if options.ssl_keyfile is not None or options.ssl_ca_certs is not None:
+            raise ConfigError("TLS needs --ssl-certfile")
+        return
+    trial = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        trial.load_cert_chain(options.ssl_certfile, options.ssl_keyfile)
+        if options.ssl_ca_certs is not None:
+            trial.load_verify_locations(options.ssl_ca_certs)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise ConfigError(f"TLS: {reason}; check --ssl-certfile, --ssl-keyfile and --ssl-ca-certs") from None
 
 
 async def _serve(
@@ -243,11 +260,7 @@ class _Service:
 
 
 def make_http_server(app: ASGIApp, options: ServerOptions) -> uvicorn.Server:
-    """A uvicorn server that leaves signals to `_Signals`.
-
-    Raises:
-        ConfigError: TLS files that cannot be used.
-    """
+    """A uvicorn server that leaves signals to `_Signals`."""
     import uvicorn
 
     class Server(uvicorn.Server):
@@ -276,8 +289,4 @@ def make_http_server(app: ASGIApp, options: ServerOptions) -> uvicorn.Server:
         ssl_ca_certs=options.ssl_ca_certs,
         ssl_cert_reqs=ssl.CERT_REQUIRED if options.ssl_ca_certs else ssl.CERT_NONE,
     )
-    try:
-        settings.load()
-    except (OSError, ssl.SSLError) as error:
-        raise ConfigError(f"TLS: {error}; check --ssl-keyfile and --ssl-certfile") from None
     return Server(settings)
