@@ -32,9 +32,7 @@ class WatchedCore:
             executor,
             self.clock,
             grammar=grammar,
-            recorder=self.recorder,
-            events=self.watching.events,
-            views=self.watching.views,
+            **self.watching.parts(),
         )
         self.outputs: dict[str, list[EngineCoreOutput]] = {}
 

@@ -45,15 +45,7 @@ def build_core(
     try:
         clock = clock or SystemClock()
         watching = make_watching(config, clock)
-        return EngineCore(
-            config,
-            made,
-            clock,
-            grammar=make_grammar(config, clock),
-            recorder=watching.recorder,
-            events=watching.events,
-            views=watching.views,
-        )
+        return EngineCore(config, made, clock, grammar=make_grammar(config, clock), **watching.parts())
     except BaseException:
         made.shutdown()
         raise

@@ -13,7 +13,7 @@ is the end of the core.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from msgspec import to_builtins
@@ -80,6 +80,8 @@ class EngineCore:
         recorder: takes note of decisions; nobody by default.
         events: told what becomes findable in the KV cache; nobody by default.
         views: more topics of `Query`, each given the query's argument.
+        make_scheduler: `Scheduler`, or one that is watched.
+        closers: called when the core ends.
 
     Raises:
         ConfigError, ModelFileError: it cannot start, with the remedy.
@@ -96,6 +98,8 @@ class EngineCore:
         recorder: StepRecorder | None = None,
         events: EventSink | None = None,
         views: Mapping[str, Callable[[str | None], Any]] | None = None,
+        make_scheduler: Callable[..., Scheduler] = Scheduler,
+        closers: Sequence[Callable[[], None]] = (),
     ) -> None:
         self.config = config
         self.state = CoreState.READY
@@ -128,7 +132,8 @@ class EngineCore:
             phases_ms=loaded.phases_ms | own_phases_ms,
         )
         depth = config.scheduler.pipeline_depth
-        self.scheduler = Scheduler(
+        self._closers = closers
+        self.scheduler = make_scheduler(
             config.scheduler,
             plan,
             max_model_len=max_model_len,
@@ -247,6 +252,9 @@ class EngineCore:
         """End the executor. Idempotent."""
         self.state = next_state(self.state, Verb.STOP)
         self._executor.shutdown()
+        closers, self._closers = self._closers, ()
+        for close in closers:
+            close()
 
     def _finish(self, flight: Flight) -> None:
         """Wait for a step and commit it; one that failed is run again in parts."""

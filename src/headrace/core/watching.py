@@ -1,14 +1,15 @@
-"""What watches a core: the flight recorder, the index of its blocks, and whoever follows the KV cache's events."""
+"""What watches a core: the flight recorder, the index of its blocks, a recording, who follows KV cache events."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from headrace.base.clock import Clock
 from headrace.config.sections import EngineConfig
 from headrace.control.kv_cache.events import EventSink
+from headrace.control.scheduler.scheduler import Scheduler
 from headrace.core.kv_events import EventTee, IndexSink
 from headrace.observability.flight_recorder.block_index import BlockIndex
 from headrace.observability.flight_recorder.recorder import FlightRecorder
@@ -22,10 +23,33 @@ class Watching:
     recorder: FlightRecorder
     events: EventSink
     views: Mapping[str, Callable[[str | None], Any]]
+    make_scheduler: Callable[..., Scheduler]
+    closers: Sequence[Callable[[], None]]
+
+    def parts(self) -> dict[str, Any]:
+        """The arguments."""
+        return {name: getattr(self, name) for name in self.__slots__}
 
 
 def make_watching(config: EngineConfig, clock: Clock) -> Watching:
-    """The watchers of a configuration."""
-    recorder = FlightRecorder(BlockIndex(across_salts=config.observability.explain_across_salts))
+    """The watchers of a configuration.
+
+    Raises:
+        ConfigError: a file or an address that cannot be used.
+    """
+    settings = config.observability
+    recorder = FlightRecorder(BlockIndex(across_salts=settings.explain_across_salts))
     sinks: list[EventSink] = [IndexSink(recorder.index, lambda: recorder.step_id)]
-    return Watching(recorder, EventTee(sinks), RecorderViews(recorder, clock).topics())
+    closers: list[Callable[[], None]] = []
+    make_scheduler: Callable[..., Scheduler] = Scheduler  # type: ignore[no-redef]
+    if settings.record is not None:
+        from headrace.core.recording import RecordingScheduler, RecordWriter
+
+        writer = RecordWriter(settings.record)
+
+        def make_scheduler(*arguments: Any, **parts: Any) -> Scheduler:
+            scheduler = RecordingScheduler(writer, *arguments, **parts)
+            closers.append(scheduler.close)
+            return scheduler
+
+    return Watching(recorder, EventTee(sinks), RecorderViews(recorder, clock).topics(), make_scheduler, closers)

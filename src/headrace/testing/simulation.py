@@ -175,9 +175,10 @@ class Simulation:
     Args:
         scenario: what happens.
         seed: of everything drawn while it runs.
+        watching: more arguments of `EngineCore`.
     """
 
-    def __init__(self, scenario: Scenario, seed: int) -> None:
+    def __init__(self, scenario: Scenario, seed: int, **watching: Any) -> None:
         self._scenario = scenario
         self._random = Random(f"run {seed}")
         self._clock = ManualClock()
@@ -192,7 +193,7 @@ class Simulation:
         )
         connector = FakeConnector(seed) if scenario.with_connector else None
         self.core = EngineCore(
-            scenario.config, self.executor, self._clock, connector=connector, grammar=FakeGrammar(VOCAB)
+            scenario.config, self.executor, self._clock, connector=connector, grammar=FakeGrammar(VOCAB), **watching
         )
         self.clients: dict[str, Client] = {}
         self.counts: Counter[str] = Counter()

@@ -27,6 +27,9 @@ COMMANDS = {
     "generate": "continue a text once",
     "pull": "fetch a model into the cache",
     "explain-config": "print every resolved setting with its reason",
+    "explain": "say why a request took its time",
+    "trace": "write what a server or a recording did as a Perfetto trace",
+    "replay": "repeat the decisions of a recording and compare them",
     "doctor": "look at the machine and name problems with their remedies",
 }
 

@@ -31,9 +31,9 @@ def run(args: argparse.Namespace) -> int:
     if args.source.startswith(("http://", "https://")):
         data = get(args.source, args.api_key, "/v1/trace")
     else:
-        from headrace.core.recording import trace_of_recording
+        from headrace.core.replay import trace_recording
 
-        data = json.dumps(trace_of_recording(args.source)).encode()
+        data = json.dumps(trace_recording(args.source)).encode()
     try:
         Path(args.output).write_bytes(data)
     except OSError as error:

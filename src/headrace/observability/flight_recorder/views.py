@@ -78,9 +78,13 @@ class RecorderViews:
 
     def _trace(self, argument: str | None) -> dict[str, Any]:
         """All that a trace viewer can show."""
+        return self.trace_all(MAX_REQUESTS, MAX_STEPS_ANSWERED)
+
+    def trace_all(self, max_requests: int = 1 << 40, max_steps: int = 1 << 40) -> dict[str, Any]:
+        """Steps and requests with their spans, the newest so many."""
         recorder, now = self._recorder, self._clock.monotonic()
-        logs = [*recorder.finished.values(), *recorder.live.values()][-MAX_REQUESTS:]
-        detailed: list[StepRecord] = recorder.steps[-MAX_STEPS_ANSWERED:]
+        logs = [*recorder.finished.values(), *recorder.live.values()][-max_requests:]
+        detailed: list[StepRecord] = recorder.steps[-max_steps:]
         since = detailed[0].scheduled if detailed else 0.0
         return {
             "steps": [step.as_dict() for step in detailed],
