@@ -270,6 +270,34 @@ std::shared_ptr<Op> make_attention(const Matrix& q, int num_heads, float scale, 
     return op;
 }
 
+std::shared_ptr<Op> make_moe(const Matrix& x, std::shared_ptr<Weight> router, std::vector<std::shared_ptr<Weight>> gate_up,
+                             std::vector<std::shared_ptr<Weight>> down, int top_k, const std::string& activation,
+                             bool renormalize, bool exact, const Matrix& out) {
+    require_shape(out, x.shape(0), x.shape(1), "out");
+    require(!gate_up.empty() && gate_up.size() == down.size() && size_t(router->out_features) == gate_up.size(),
+            "the router must have one row per expert");
+    require(top_k >= 1 && size_t(top_k) <= gate_up.size(), "top_k must be between 1 and the number of experts");
+    auto op = std::make_shared<MoeOp>();
+    op->exact = exact;
+    for (size_t e = 0; e < gate_up.size(); ++e) {
+        const Weight &in = *gate_up[e], &back = *down[e];
+        require(in.segments.size() == 2 && in.in_features == int(x.shape(1)) && back.segments.size() == 1 &&
+                    back.out_features == int(x.shape(1)) && back.in_features == in.segments[0].rows &&
+                    in.segments[0].rows == in.segments[1].rows && in.out_features == gate_up[0]->out_features,
+                "experts must have equal shapes that fit x");
+        op->exact = op->exact || !in.quantized() || !back.quantized();
+    }
+    op->router.input = make_input(x, *router, Rows::Tokens, exact);
+    op->router.weight = std::move(router);
+    op->gate_up = std::move(gate_up);
+    op->down = std::move(down);
+    op->top_k = top_k;
+    op->activation = parse_activation(activation);
+    op->renormalize = renormalize;
+    op->out = out.data();
+    return op;
+}
+
 std::shared_ptr<Op> make_arg_max(const Matrix& x, const Ints& out) {
     require(out.shape(0) == x.shape(0) && x.shape(1) > 0, "one result per row");
     auto op = std::make_shared<ArgMaxOp>();
@@ -322,6 +350,9 @@ NB_MODULE(_native, m) {
             p.replay(team, {tokens, reqs, logit_rows});
         }, nb::call_guard<nb::gil_scoped_release>(), nb::arg("team"), nb::arg("tokens"), nb::arg("reqs"),
            nb::arg("logit_rows") = 0)
+        .def("profile", [](const Plan& p, Team& team, int tokens, int reqs, int logit_rows) {
+            return p.profile(team, {tokens, reqs, logit_rows});
+        }, nb::arg("team"), nb::arg("tokens"), nb::arg("reqs"), nb::arg("logit_rows") = 0)
         .def_prop_ro("op_names", [](const Plan& p) {
             std::vector<std::string> names;
             for (const char* name : p.op_names()) names.emplace_back(name);
@@ -353,5 +384,7 @@ NB_MODULE(_native, m) {
           nb::arg("out"));
     m.def("attention", &make_attention, nb::arg("q"), nb::arg("num_heads"), nb::arg("scale"), nb::arg("window"),
           nb::arg("chunk"), nb::arg("softcap"), nb::arg("sinks").none(), nb::arg("step"), nb::arg("cache"), nb::arg("out"));
+    m.def("moe", &make_moe, nb::arg("x"), nb::arg("router"), nb::arg("gate_up"), nb::arg("down"), nb::arg("top_k"),
+          nb::arg("activation"), nb::arg("renormalize"), nb::arg("exact"), nb::arg("out"));
     m.def("arg_max", &make_arg_max, nb::arg("x"), nb::arg("out"));
 }

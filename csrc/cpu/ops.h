@@ -175,6 +175,8 @@ struct RopeOp : Op {
     std::vector<const void*> writes() const override { return {q_out}; }
 };
 
+struct HeadCut;
+
 struct AttentionOp : Op {
     const float* q;
     int num_heads, window, chunk, max_seq_len;
@@ -192,9 +194,23 @@ struct AttentionOp : Op {
     std::vector<const void*> writes() const override { return {out}; }
 
 private:
-    AttendTask task(int req, int first_row, int num_rows, int kv_head, int head, int heads) const;
+    AttendTask task(int req, int first_row, int num_rows, const HeadCut& cut, int index) const;
     void run_whole(Team&, int tid, const Sizes&) const;
     void run_split(Team&, int tid, const Sizes&) const;
+};
+
+struct MoeOp : Op {
+    LinearOp router;  // its `out` is not used
+    std::vector<std::shared_ptr<Weight>> gate_up, down;
+    int top_k;
+    Activation activation;
+    bool renormalize, exact;
+    float* out;
+    const char* name() const override { return "moe"; }
+    void reserve(Team&, const Sizes& most) const override;
+    void run(Team&, int tid, const Sizes&) const override;
+    std::vector<const void*> reads() const override { return {router.input.x}; }
+    std::vector<const void*> writes() const override { return {out}; }
 };
 
 struct ArgMaxOp : Op {

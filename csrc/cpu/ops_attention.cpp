@@ -7,16 +7,22 @@
 
 namespace headrace {
 
+// How query heads are shared by the tasks of one place: `kv_heads` kv heads with `heads` query heads each, or one kv head's
+// query heads in `parts` parts when they are too many for a task.
+struct HeadCut {
+    int kv_heads, heads, parts;
+    HeadCut(int group, int num_kv_heads, bool one_row) {
+        parts = 1;
+        while ((group + parts - 1) / parts > kMaxPairs / 3) ++parts;
+        heads = (group + parts - 1) / parts;
+        kv_heads = one_row && parts == 1 ? std::min(num_kv_heads, kMaxPairs / heads) : 1;
+    }
+    int tasks(int num_kv_heads) const { return (num_kv_heads + kv_heads - 1) / kv_heads * parts; }
+};
+
 namespace {
 
 constexpr int kMostPartials = 1 << 18;  // floats kept for split attention
-
-// Query heads that one task takes: all of the kv head's, in equal parts if they are too many for a task.
-int heads_per_task(int group) {
-    int parts = 1;
-    while ((group + parts - 1) / parts > kMaxPairs / 3) ++parts;
-    return (group + parts - 1) / parts;
-}
 
 int first_visible(int position, int window, int chunk) {
     int lo = window > 0 ? std::max(0, position - window + 1) : 0;
@@ -97,8 +103,9 @@ void AttentionOp::reserve(Team& team, const Sizes& most) const {
     team.reserve_shared(Shared::Units, size_t(most.reqs + 1) * sizeof(int64_t));
 }
 
-AttendTask AttentionOp::task(int req, int first_row, int num_rows, int kv_head, int head, int heads) const {
+AttendTask AttentionOp::task(int req, int first_row, int num_rows, const HeadCut& cut, int index) const {
     const int group = num_heads / cache.num_kv_heads;
+    const int kv_head = index / cut.parts * cut.kv_heads, head = index % cut.parts * cut.heads;
     const int start = step.query_start_loc[req], queries = step.query_start_loc[req + 1] - start;
     const int64_t ld = int64_t(num_heads) * cache.head_dim;
     const int64_t at = int64_t(start + first_row) * ld + int64_t(kv_head * group + head) * cache.head_dim;
@@ -106,7 +113,7 @@ AttendTask AttentionOp::task(int req, int first_row, int num_rows, int kv_head, 
     t.q = q + at;
     t.ldq = ld;
     t.num_rows = num_rows;
-    t.group = heads;
+    t.group = std::min(cut.heads, group - head);
     t.head_dim = cache.head_dim;
     t.first_position = step.seq_lens[req] - queries + first_row;
     t.scale = scale;
@@ -124,6 +131,7 @@ AttendTask AttentionOp::task(int req, int first_row, int num_rows, int kv_head, 
     t.blocks = step.block_table + req * step.table_stride;
     t.block_size = cache.block_size;
     t.kv_head = kv_head;
+    t.num_kv_heads = std::min(cut.kv_heads, cache.num_kv_heads - kv_head);
     t.range_begin = first_visible(t.first_position, window, chunk) / kRange;
     t.range_end = (t.first_position + num_rows - 1) / kRange + 1;
     t.out = out + at;
@@ -133,8 +141,9 @@ AttendTask AttentionOp::task(int req, int first_row, int num_rows, int kv_head, 
 
 void AttentionOp::run(Team& team, int tid, const Sizes& sizes) const {
     // Few requests of one token each leave threads idle unless they share ranges.
-    const int64_t heads = int64_t(sizes.reqs) * cache.num_kv_heads;
-    bool split = sizes.tokens == sizes.reqs && team.size() > 1 && heads < 8 * team.size();
+    const HeadCut cut(num_heads / cache.num_kv_heads, cache.num_kv_heads, true);
+    const int64_t tasks = int64_t(sizes.reqs) * cut.tasks(cache.num_kv_heads);
+    bool split = sizes.tokens == sizes.reqs && team.size() > 1 && tasks < 8 * team.size();
     int64_t ranges = 0;
     for (int r = 0; split && r < sizes.reqs; ++r) {
         split = step.query_start_loc[r + 1] == r + 1;
@@ -146,55 +155,55 @@ void AttentionOp::run(Team& team, int tid, const Sizes& sizes) const {
 }
 
 void AttentionOp::run_whole(Team& team, int tid, const Sizes& sizes) const {
-    const int group = num_heads / cache.num_kv_heads, heads = heads_per_task(group);
-    const int head_parts = (group + heads - 1) / heads, rows_per_task = kMaxPairs / heads;
+    const int group = num_heads / cache.num_kv_heads;
+    const HeadCut one(group, cache.num_kv_heads, true), many(group, cache.num_kv_heads, false);
+    const int rows_per_task = kMaxPairs / many.heads;
     auto* first_unit = team.shared<int64_t>(Shared::Units);
     if (tid == 0) {
         first_unit[0] = 0;
         for (int r = 0; r < sizes.reqs; ++r) {
             const int queries = step.query_start_loc[r + 1] - step.query_start_loc[r];
-            first_unit[r + 1] = first_unit[r] + (queries + rows_per_task - 1) / rows_per_task;
+            const int tiles = (queries + rows_per_task - 1) / rows_per_task;
+            first_unit[r + 1] = first_unit[r] + tiles * (queries == 1 ? one : many).tasks(cache.num_kv_heads);
         }
     }
     team.barrier();
-    const int64_t tiles = first_unit[sizes.reqs], parts = int64_t(cache.num_kv_heads) * head_parts;
+    const int64_t units = first_unit[sizes.reqs];
     // From the back: the last rows of the longest prompts take longest.
-    team.for_each(tid, tiles * parts, [&](int64_t i) {
-        const int64_t tile = tiles - 1 - i / parts;
-        const int part = int(i % parts);
-        const int req = int(std::upper_bound(first_unit, first_unit + sizes.reqs + 1, tile) - first_unit) - 1;
-        const int first = int(tile - first_unit[req]) * rows_per_task;
+    team.for_each(tid, units, [&](int64_t i) {
+        const int64_t unit = units - 1 - i;
+        const int req = int(std::upper_bound(first_unit, first_unit + sizes.reqs + 1, unit) - first_unit) - 1;
         const int queries = step.query_start_loc[req + 1] - step.query_start_loc[req];
-        const int head = part % head_parts * heads;
-        AttendTask t = task(req, first, std::min(rows_per_task, queries - first), part / head_parts, head,
-                            std::min(heads, group - head));
+        const HeadCut& cut = queries == 1 ? one : many;
+        const int tasks = cut.tasks(cache.num_kv_heads), in_req = int(unit - first_unit[req]);
+        const int first = in_req / tasks * rows_per_task;
+        AttendTask t = task(req, first, std::min(rows_per_task, queries - first), cut, in_req % tasks);
         t.scratch = team.scratch(tid);
         team.kernels().attend(t);
     });
 }
 
 void AttentionOp::run_split(Team& team, int tid, const Sizes& sizes) const {
-    const int group = num_heads / cache.num_kv_heads, heads = heads_per_task(group);
-    const int head_parts = (group + heads - 1) / heads, parts = cache.num_kv_heads * head_parts;
+    const HeadCut cut(num_heads / cache.num_kv_heads, cache.num_kv_heads, true);
+    const int tasks = cut.tasks(cache.num_kv_heads);
     int most = 0;
     for (int r = 0; r < sizes.reqs; ++r) most = std::max(most, (step.seq_lens[r] - 1) / kRange + 1);
-    const int pieces = std::min(most, (team.size() * 4 + parts * sizes.reqs - 1) / (parts * sizes.reqs));
+    const int pieces = std::min(most, (team.size() * 4 + tasks * sizes.reqs - 1) / (tasks * sizes.reqs));
     const int64_t partial = cache.head_dim + 2, range_stride = num_heads * partial, req_stride = most * range_stride;
     auto* partials = team.shared<float>(Shared::Partials);
-    team.for_each(tid, int64_t(sizes.reqs) * parts * pieces, [&](int64_t i) {
-        const int piece = int(i % pieces), part = int(i / pieces % parts), req = int(i / pieces / parts);
-        const int kv_head = part / head_parts, head = part % head_parts * heads;
-        AttendTask t = task(req, 0, 1, kv_head, head, std::min(heads, group - head));
+    team.for_each(tid, int64_t(sizes.reqs) * tasks * pieces, [&](int64_t i) {
+        const int piece = int(i % pieces), index = int(i / pieces % tasks), req = int(i / pieces / tasks);
+        AttendTask t = task(req, 0, 1, cut, index);
         const int begin = t.range_begin, ranges = t.range_end - begin;
+        const int64_t head = (t.q - q) / cache.head_dim % num_heads;
         t.range_begin = begin + ranges * piece / pieces;
         t.range_end = begin + ranges * (piece + 1) / pieces;
-        t.partials = partials + req * req_stride + (kv_head * group + head) * partial;
+        t.partials = partials + req * req_stride + head * partial;
         t.partial_stride = range_stride;
         t.scratch = team.scratch(tid);
-        team.kernels().attend(t);
+        if (t.range_begin < t.range_end) team.kernels().attend(t);
     });
-    const int step_heads = std::max(1, sizes.reqs * num_heads / (team.size() * 2));
-    const int all = sizes.reqs * num_heads;
+    const int all = sizes.reqs * num_heads, step_heads = std::max(1, all / (team.size() * 2));
     team.for_each(tid, (all + step_heads - 1) / step_heads, [&](int64_t piece) {
         for (int i = int(piece) * step_heads; i < std::min(all, (int(piece) + 1) * step_heads); ++i) {
             const int req = i / num_heads, head = i % num_heads, position = step.seq_lens[req] - 1;

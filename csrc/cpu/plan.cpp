@@ -1,6 +1,7 @@
 #include "plan.h"
 
 #include <algorithm>
+#include <chrono>
 #include <stdexcept>
 
 namespace headrace {
@@ -65,19 +66,41 @@ void Plan::finish(Team& team, const std::vector<const void*>& kept) {
     for (const auto& op : ops_) op->reserve(team, most_);
 }
 
-void Plan::replay(Team& team, const Sizes& sizes) const {
+void Plan::check(const Sizes& sizes) const {
     if (sizes.tokens < 0 || sizes.tokens > most_.tokens || sizes.reqs < 0 || sizes.reqs > most_.reqs ||
         sizes.logit_rows < 0 || sizes.logit_rows > most_.logit_rows)
         throw std::out_of_range("a step of " + std::to_string(sizes.tokens) + " tokens, " + std::to_string(sizes.reqs) +
                                 " requests and " + std::to_string(sizes.logit_rows) +
                                 " rows of logits is larger than the captured plan");
     for (const auto& op : checks_) op->check(sizes);
+}
+
+void Plan::replay(Team& team, const Sizes& sizes) const {
+    check(sizes);
     team.run([&](int tid) {
         for (const auto& op : ops_) {
             op->run(team, tid, sizes);
             if (tid == 0) team.advance();
         }
     });
+}
+
+std::vector<double> Plan::profile(Team& team, const Sizes& sizes) const {
+    using Clock = std::chrono::steady_clock;
+    check(sizes);
+    std::vector<double> seconds(ops_.size());
+    team.run([&](int tid) {
+        Clock::time_point began = Clock::now();
+        for (size_t i = 0; i < ops_.size(); ++i) {
+            ops_[i]->run(team, tid, sizes);
+            if (tid != 0) continue;
+            const Clock::time_point ended = Clock::now();
+            seconds[i] = std::chrono::duration<double>(ended - began).count();
+            began = ended;
+            team.advance();
+        }
+    });
+    return seconds;
 }
 
 std::vector<const char*> Plan::op_names() const {

@@ -22,8 +22,11 @@ public:
     // Throws std::out_of_range before anything has run. Sizes must not exceed those of the capture.
     void replay(Team& team, const Sizes& sizes) const;
     std::vector<const char*> op_names() const;
+    // A replay with the seconds of each op, in order.
+    std::vector<double> profile(Team& team, const Sizes& sizes) const;
 
 private:
+    void check(const Sizes& sizes) const;
     int only_reader(size_t writer, const void* buffer, const std::vector<const void*>& kept) const;
     void fuse_norms(const std::vector<const void*>& kept);
     void fuse_gates(const std::vector<const void*>& kept);

@@ -43,28 +43,8 @@ struct W16 {
     VF v[16 / N];
 };
 
-HR_INLINE float tree_add(const float* lanes) {
-    float t[8];
-    for (int j = 0; j < 8; ++j) t[j] = lanes[j] + lanes[j + 8];
-    for (int j = 0; j < 4; ++j) t[j] = t[j] + t[j + 4];
-    t[0] = t[0] + t[2];
-    t[1] = t[1] + t[3];
-    return t[0] + t[1];
-}
-
-HR_INLINE float reduce_add(const W16& w) {
-    alignas(64) float lanes[16];
-    for (int i = 0; i < 16 / N; ++i) store(lanes + i * N, w.v[i]);
-    return tree_add(lanes);
-}
-
-HR_INLINE float reduce_max(const VF& a) {
-    alignas(64) float lanes[N];
-    store(lanes, a);
-    float m = lanes[0];
-    for (int i = 1; i < N; ++i) m = lanes[i] > m ? lanes[i] : m;
-    return m;
-}
+// The tree of docs/numerics.md over the sixteen lanes.
+HR_INLINE float reduce_add(const W16& w) { return tree_add(w.v); }
 
 HR_INLINE int32_t reduce_max(const VI& a) {
     alignas(64) int32_t lanes[N];

@@ -38,6 +38,19 @@ HR_INLINE VF neg(VF a) { return {_mm256_xor_ps(a.v, _mm256_set1_ps(-0.0f))}; }
 HR_INLINE VF abs(VF a) { return {_mm256_andnot_ps(_mm256_set1_ps(-0.0f), a.v)}; }
 HR_INLINE VF select_lt(VF a, VF b, VF x, VF y) { return {_mm256_blendv_ps(y.v, x.v, _mm256_cmp_ps(a.v, b.v, _CMP_LT_OQ))}; }
 
+HR_INLINE float tree_add8(__m256 t) {
+    __m128 u = _mm_add_ps(_mm256_castps256_ps128(t), _mm256_extractf128_ps(t, 1));
+    u = _mm_add_ps(u, _mm_movehl_ps(u, u));
+    return _mm_cvtss_f32(_mm_add_ss(u, _mm_movehdup_ps(u)));
+}
+HR_INLINE float max8(__m256 t) {
+    __m128 u = _mm_max_ps(_mm256_castps256_ps128(t), _mm256_extractf128_ps(t, 1));
+    u = _mm_max_ps(u, _mm_movehl_ps(u, u));
+    return _mm_cvtss_f32(_mm_max_ss(u, _mm_movehdup_ps(u)));
+}
+HR_INLINE float tree_add(const VF (&w)[2]) { return tree_add8(_mm256_add_ps(w[0].v, w[1].v)); }
+HR_INLINE float reduce_max(VF a) { return max8(a.v); }
+
 HR_INLINE VI ibcast(int32_t x) { return {_mm256_set1_epi32(x)}; }
 HR_INLINE VI iload(const int32_t* p) { return {_mm256_loadu_si256((const __m256i*)p)}; }
 HR_INLINE void store(int32_t* p, VI a) { _mm256_storeu_si256((__m256i*)p, a.v); }
@@ -71,6 +84,8 @@ HR_INLINE U low_nibbles(U a) { return {_mm256_and_si256(a.v, _mm256_set1_epi8(15
 HR_INLINE U high_nibbles(U a) { return {_mm256_and_si256(_mm256_srli_epi16(a.v, 4), _mm256_set1_epi8(15))}; }
 HR_INLINE __m256i four(const int8_t* a) { return _mm256_set1_epi32(*(const int32_t __attribute__((may_alias, aligned(1)))*)a); }
 HR_INLINE void prefetch(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T0); }
+// To the second level: more lines can be on their way than the first one has room for.
+HR_INLINE void prefetch_far(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T1); }
 
 struct Dot4 {
     __m256i s;  // int16 pairs: eight steps of at most 2 * 15 * 127 fit

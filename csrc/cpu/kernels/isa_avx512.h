@@ -40,6 +40,21 @@ HR_INLINE VF select_lt(VF a, VF b, VF x, VF y) {
     return {_mm512_mask_blend_ps(_mm512_cmp_ps_mask(a.v, b.v, _CMP_LT_OQ), y.v, x.v)};
 }
 
+HR_INLINE float tree_add8(__m256 t) {
+    __m128 u = _mm_add_ps(_mm256_castps256_ps128(t), _mm256_extractf128_ps(t, 1));
+    u = _mm_add_ps(u, _mm_movehl_ps(u, u));
+    return _mm_cvtss_f32(_mm_add_ss(u, _mm_movehdup_ps(u)));
+}
+HR_INLINE float max8(__m256 t) {
+    __m128 u = _mm_max_ps(_mm256_castps256_ps128(t), _mm256_extractf128_ps(t, 1));
+    u = _mm_max_ps(u, _mm_movehl_ps(u, u));
+    return _mm_cvtss_f32(_mm_max_ss(u, _mm_movehdup_ps(u)));
+}
+HR_INLINE float tree_add(const VF (&w)[1]) {
+    return tree_add8(_mm256_add_ps(_mm512_castps512_ps256(w[0].v), _mm512_extractf32x8_ps(w[0].v, 1)));
+}
+HR_INLINE float reduce_max(VF a) { return max8(_mm256_max_ps(_mm512_castps512_ps256(a.v), _mm512_extractf32x8_ps(a.v, 1))); }
+
 HR_INLINE VI ibcast(int32_t x) { return {_mm512_set1_epi32(x)}; }
 HR_INLINE VI iload(const int32_t* p) { return {_mm512_loadu_si512(p)}; }
 HR_INLINE void store(int32_t* p, VI a) { _mm512_storeu_si512(p, a.v); }
@@ -71,6 +86,8 @@ HR_INLINE U low_nibbles(U a) { return {_mm512_and_si512(a.v, _mm512_set1_epi8(15
 HR_INLINE U high_nibbles(U a) { return {_mm512_and_si512(_mm512_srli_epi16(a.v, 4), _mm512_set1_epi8(15))}; }
 HR_INLINE __m512i four(const int8_t* a) { return _mm512_set1_epi32(*(const int32_t __attribute__((may_alias, aligned(1)))*)a); }
 HR_INLINE void prefetch(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T0); }
+// To the second level: more lines can be on their way than the first one has room for.
+HR_INLINE void prefetch_far(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T1); }
 
 #if defined(HR_ISA_AVX512VNNI)
 // The compiler would load and broadcast apart; the instruction does both for nothing.

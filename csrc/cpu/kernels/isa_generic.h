@@ -39,6 +39,19 @@ HR_INLINE VF neg(VF a) { VF r; HR_LANES(-a.v[i]); }
 HR_INLINE VF abs(VF a) { VF r; HR_LANES(bits_to_float(float_to_bits(a.v[i]) & 0x7fffffff)); }
 HR_INLINE VF select_lt(VF a, VF b, VF x, VF y) { VF r; HR_LANES(a.v[i] < b.v[i] ? x.v[i] : y.v[i]); }
 
+HR_INLINE float tree_add(const VF (&w)[1]) {
+    float t[16];
+    for (int j = 0; j < 16; ++j) t[j] = w[0].v[j];
+    for (int step = 8; step > 0; step /= 2)
+        for (int j = 0; j < step; ++j) t[j] = t[j] + t[j + step];
+    return t[0];
+}
+HR_INLINE float reduce_max(VF a) {
+    float m = a.v[0];
+    for (int i = 1; i < 16; ++i) m = a.v[i] > m ? a.v[i] : m;
+    return m;
+}
+
 HR_INLINE VI ibcast(int32_t x) { VI r; HR_LANES(x); }
 HR_INLINE VI iload(const int32_t* p) { VI r; HR_LANES(p[i]); }
 HR_INLINE void store(int32_t* p, VI a) { for (int i = 0; i < 16; ++i) p[i] = a.v[i]; }
@@ -70,6 +83,7 @@ HR_INLINE VI as_int(U a) { VI r; __builtin_memcpy(&r, &a, 64); return r; }
 HR_INLINE U low_nibbles(U a) { U r; for (int i = 0; i < 64; ++i) r.v[i] = a.v[i] & 15; return r; }
 HR_INLINE U high_nibbles(U a) { U r; for (int i = 0; i < 64; ++i) r.v[i] = a.v[i] >> 4; return r; }
 HR_INLINE void prefetch(const void*) {}
+HR_INLINE void prefetch_far(const void*) {}
 
 struct Dot4 {
     VI s;

@@ -89,22 +89,23 @@ struct RopeTask {
     int block_size, offset;
 };
 
-// Queries of `num_rows` consecutive tokens of one request against one kv head, over ranges [range_begin, range_end).
+// Queries of `num_rows` consecutive tokens of one request against `num_kv_heads` consecutive kv heads (one of them when there
+// are several rows), over ranges [range_begin, range_end). At most kMaxPairs pairs of row and query head.
 struct AttendTask {
-    const float* q;  // first row, first head of the group
+    const float* q;  // first row, first query head
     int64_t ldq;
     int num_rows, group, head_dim;  // `group` query heads share the kv head
     int first_position;
     float scale, softcap;
     int window, chunk;
-    const float* sinks;  // of the group, or null
+    const float* sinks;  // of the query heads, or null
     KvType kv_type;
     const void* key;     // all blocks
     const void* value;
     const float* scales;
     int64_t key_stride, value_stride, scale_stride;  // elements from block to block
     const int32_t* blocks;                           // the request's row of the block table
-    int block_size, kv_head;
+    int block_size, kv_head, num_kv_heads;
     int range_begin, range_end;
     float* out;  // like q; null when partial results are wanted
     int64_t ldo;
@@ -117,7 +118,7 @@ constexpr int padded_dim(int head_dim) { return (head_dim + 15) / 16 * 16; }
 constexpr int kMaxPairs = 24;  // query rows times group in one task
 constexpr size_t attend_scratch_floats(int head_dim) {
     const size_t d = padded_dim(head_dim);
-    return 2 * kRange * d + kMaxPairs * (3 * d + kRange + 16) + 4 * kRange;
+    return 2 * kRange * d + kMaxPairs * (2 * d + kRange + 4) + 2 * kRange;
 }
 
 struct Kernels {

@@ -1,8 +1,8 @@
 """Memory of activations: buffers come back by themselves when the last tensor over them is gone.
 
-A large tensor from the system's allocator costs a page fault per 4 KiB each time; here the same few buffers go round. While
-a plan is captured, an arena of its own hands out buffers of the largest size, so that their lifetimes in the captured code
-decide which ops share memory.
+A large tensor from the system's allocator costs a page fault per 4 KiB each time; here the same few buffers go round.
+While a plan is captured, an arena of its own hands out buffers of the largest size, so that their lifetimes in the
+captured code decide which ops share memory.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The native operators: `Ops` over the kernels of ``csrc/cpu``.
 
-Each method checks shapes (in the binding), takes a buffer for the result and makes an op. Without a capture the op runs at
-once; during one it is recorded and nothing is computed. Results depend on `docs/numerics.md` alone: not on the instruction
-set, the number of threads, the batch, or whether a plan replays them.
+Each method checks shapes (in the binding), takes a buffer for the result and makes an op. Without a capture the op runs
+at once; during one it is recorded and nothing is computed. Results depend on `docs/numerics.md` alone: not on the
+instruction set, the number of threads, the batch, or whether a plan replays them.
 """
 
 from __future__ import annotations
@@ -154,6 +154,21 @@ class NativeOps:
 
     def logits(self, x: torch.Tensor, head: Weight, softcap: float = 0.0) -> torch.Tensor:
         return self._linear(x, head, None, softcap)
+
+    def moe(
+        self,
+        x: torch.Tensor,
+        router: Weight,
+        gate_up: Sequence[Weight],
+        down: Sequence[Weight],
+        top_k: int,
+        activation: Activation,
+        renormalize: bool,
+    ) -> torch.Tensor:
+        out = self._like(x)
+        op = _native.moe(x, router, list(gate_up), list(down), top_k, activation, renormalize, self._exact, out)
+        self._run(op, len(x))
+        return out
 
     def arg_max(self, logits: torch.Tensor) -> torch.Tensor:
         """The greatest column of each row, the lowest one of equals: int32 ``[R']``."""

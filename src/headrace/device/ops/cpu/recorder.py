@@ -1,8 +1,8 @@
 """Recording of native ops into a plan.
 
-The recorder hands out buffers of the largest size, remembers which of them hold one row per token and which one row per row
-of logits, and keeps the plan's memory alive. Buffers come from an arena of its own: an op's result returns to it when the
-captured code drops the tensor, so later ops reuse it as they would have during a run.
+The recorder hands out buffers of the largest size, remembers which of them hold one row per token and which one row per
+row of logits, and keeps the plan's memory alive. Buffers come from an arena of its own: an op's result returns to it
+when the captured code drops the tensor, so later ops reuse it as they would have during a run.
 """
 
 from __future__ import annotations
