@@ -110,6 +110,7 @@ async def start_server(auto: bool = True, settings: dict[str, Any] | None = None
         listener.close()
 
     while not server.started:
+        assert not serving.done(), serving.exception()
         await asyncio.sleep(0)
     return Service(http, core, llm, context, tokenizer, url, answer, end)
 
