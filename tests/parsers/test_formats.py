@@ -93,6 +93,7 @@ def test_what_grammars_enforce() -> None:
         ("qwen3", "", "<think>a b</think>c", "a b", "c"),
         ("qwen3", "", "<think>\na\n</think>\n\nc ", "a", "c "),
         ("qwen3", "", "no marks", "", "no marks"),
+        ("qwen3", "", "a</think>b </think>", "", "ab </think>"),
         ("qwen3", "", "<think>never ends", "never ends", ""),
         ("qwen3", "x<think>\n", "a</think>c", "a", "c"),
         ("qwen3", "<think>\n\n</think>\n\n", "a</think>c", "", "a</think>c"),

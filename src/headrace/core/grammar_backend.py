@@ -29,6 +29,7 @@ from headrace.messages.sampling_params import StructuredOutputParams
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
+    from tokenizers import Tokenizer
 
     from headrace.model_files.tokenizer import LoadedTokenizer
 
@@ -49,22 +50,28 @@ class TokenizerSource:
     Attributes:
         json: the text of ``tokenizer.json``.
         eos_token_ids: every id that ends a text.
-        special_token_ids: special tokens by name.
+        added_token_ids: tokens beside the vocabulary proper, by name.
     """
 
     json: str
     eos_token_ids: Sequence[int]
-    special_token_ids: Mapping[str, int]
+    added_token_ids: Mapping[str, int]
 
     @staticmethod
     def from_loaded(loaded: LoadedTokenizer, more_eos_ids: Sequence[int] = ()) -> TokenizerSource:
         """From a tokenizer and the ids that the model's own configuration adds."""
         eos = tuple(dict.fromkeys([*loaded.info.eos_token_ids, *more_eos_ids]))
-        return TokenizerSource(loaded.tokenizer.to_str(), eos, loaded.info.special_tokens)
+        return TokenizerSource.from_backend(loaded.tokenizer, eos)
+
+    @staticmethod
+    def from_backend(backend: Tokenizer, eos_token_ids: Sequence[int]) -> TokenizerSource:
+        """From a fast tokenizer."""
+        added = {token.content: token_id for token_id, token in backend.get_added_tokens_decoder().items()}
+        return TokenizerSource(backend.to_str(), eos_token_ids, added)
 
 
 class GrammarTokenizer:
-    """The vocabulary as grammars see it.
+    """The vocabulary as grammars see it; ``mark_token_ids`` holds the tokens that are no text there, by name.
 
     Args:
         source: of the model.
@@ -77,7 +84,6 @@ class GrammarTokenizer:
     def __init__(self, source: TokenizerSource, vocab_size: int) -> None:
         from llguidance import LLTokenizer
 
-        self.special_token_ids = source.special_token_ids
         self.eos_token_ids = frozenset(i for i in source.eos_token_ids if 0 <= i < vocab_size)
         if not self.eos_token_ids:
             raise GrammarError("the model has no token that ends a text, so nothing could end a structured output")
@@ -87,6 +93,9 @@ class GrammarTokenizer:
             )
         except Exception as error:  # noqa: BLE001 (the library raises plain exceptions)
             raise GrammarError(f"this model's tokenizer cannot be used for structured output: {error}") from None
+        # The library also counts some added tokens as special that the tokenizer itself counts as text.
+        added = source.added_token_ids.items()
+        self.mark_token_ids = {name: i for name, i in added if i < vocab_size and self.backend.is_special_token(i)}
         self.num_words = -(-vocab_size // 32)
         self._starts: dict[bytes, np.ndarray] = {}
         self._lock = threading.Lock()
@@ -201,7 +210,7 @@ def compile_grammar(params: StructuredOutputParams, tokenizer: GrammarTokenizer)
     """
     from llguidance import LLMatcher, LLParserLimits
 
-    source = make_source(params, tokenizer.special_token_ids)
+    source = make_source(params, tokenizer.mark_token_ids)
     # A step that needs more fails; a lexer state is a kilobyte or two.
     limits = LLParserLimits(
         initial_lexer_fuel=1_000_000,
@@ -219,9 +228,9 @@ def compile_grammar(params: StructuredOutputParams, tokenizer: GrammarTokenizer)
     probe = matcher.deep_copy()
     probe.compute_bitmask()
     if probe.is_error():
+        if probe.get_error().startswith("NoExtension"):
+            raise GrammarError("no text can satisfy it")
         raise GrammarError(explain(probe.get_error()))
-    if probe.is_stopped() and not probe.is_accepting():
-        raise GrammarError("no text can satisfy it")
     return CompiledGrammar(matcher, tokenizer, bounds_runs=params.json is not None or params.json_object)
 
 

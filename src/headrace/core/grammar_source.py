@@ -7,6 +7,7 @@ text up to the end mark, so that whoever follows the grammar need not know of re
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,24 +18,24 @@ _ANY_TEXT = r"/(.|\n)*/"
 _SPACE = r"/[ \n\r\t]{1,4}/"
 
 
-def make_source(params: StructuredOutputParams, special_token_ids: Mapping[str, int]) -> str:
+def make_source(params: StructuredOutputParams, mark_token_ids: Mapping[str, int]) -> str:
     """Return the grammar.
 
     Args:
         params: exactly one constraint is set.
-        special_token_ids: special tokens by name; marks that are among them are tokens, all others are text.
+        mark_token_ids: tokens that are no text for the library, by name; where one is asked for, it is as a token.
 
     Raises:
         InvalidRequestError: a structural tag in another shape.
     """
-    body = _make_body(params)
+    body = _make_body(params, mark_token_ids)
     if params.reasoning is None:
         return json.dumps({"grammars": body})
     body[0]["name"] = "body"
-    return json.dumps({"grammars": [{"lark_grammar": _after(params.reasoning, special_token_ids)}, *body]})
+    return json.dumps({"grammars": [{"lark_grammar": _after(params.reasoning, mark_token_ids)}, *body]})
 
 
-def _make_body(params: StructuredOutputParams) -> list[dict[str, Any]]:
+def _make_body(params: StructuredOutputParams, marks: Mapping[str, int]) -> list[dict[str, Any]]:
     """The grammars of the constraint itself, the first of which is the start."""
     if params.json is not None:
         return [{"json_schema": json.loads(params.json)}]
@@ -47,7 +48,7 @@ def _make_body(params: StructuredOutputParams) -> list[dict[str, Any]]:
     if params.grammar is not None:
         return [{"lark_grammar": params.grammar}]
     assert params.structural_tag is not None, params
-    return [{"lark_grammar": _make_tags(params.structural_tag)}]
+    return [{"lark_grammar": _make_tags(params.structural_tag, marks)}]
 
 
 def _quote(text: str) -> str:
@@ -66,31 +67,40 @@ def _escape_slashes(regex: str) -> str:
     return "".join(out)
 
 
-def _after(span: ReasoningSpan, special_token_ids: Mapping[str, int]) -> str:
+def _spell(text: str, marks: Mapping[str, int]) -> str:
+    """A text as a sequence of quoted pieces and of the tokens that it names."""
+    if not text:
+        return ""
+    if not marks:
+        return _quote(text)
+    names = sorted(marks, key=len, reverse=True)
+    pieces = re.split("(" + "|".join(map(re.escape, names)) + ")", text)
+    return " ".join(f"<[{marks[piece]}]>" if piece in marks else _quote(piece) for piece in pieces if piece)
+
+
+def _until(rule: str, mark: str, marks: Mapping[str, int]) -> str:
+    """A rule for any text up to the first ``mark``."""
+    lazy = "" if mark in marks else "[lazy]"
+    return f"{rule}{lazy}: {_ANY_TEXT} {f'<[{marks[mark]}]>' if mark in marks else _quote(mark)}"
+
+
+def _after(span: ReasoningSpan, marks: Mapping[str, int]) -> str:
     """A grammar whose start is the reasoning part, then ``body``."""
-    end_id = special_token_ids.get(span.end)
-    if end_id is None:
-        rest = f"rest[lazy]: {_ANY_TEXT} {_quote(span.end)}"
-    else:
-        rest = f"rest: {_ANY_TEXT} <[{end_id}]>"
-    lines = [rest, f"SPACE: {_SPACE}"]
+    lines = [_until("rest", span.end, marks), f"SPACE: {_SPACE}"]
     if span.open:
         lines.append("start: rest SPACE? @body")
     else:
-        start_id = special_token_ids.get(span.start)
-        mark = _quote(span.start) if start_id is None else f"<[{start_id}]>"
-        lines.append(f"start: (SPACE? {mark} rest SPACE?)? @body")
+        lines.append(f"start: (SPACE? {_spell(span.start, marks)} rest SPACE?)? @body")
     return "\n".join(lines)
 
 
-def _make_tags(text: str) -> str:
+def _make_tags(text: str, marks: Mapping[str, int]) -> str:
     """Free text in which each trigger leads into one of the structures that begin with it."""
-    begins, rules, starts = _parse_tags(text), [], []
-    for number, (trigger, begin, schema, end) in enumerate(begins):
-        tail = f" {_quote(end)}" if end else ""
-        head = f" {_quote(begin[len(trigger) :])}" if len(begin) > len(trigger) else ""
-        rules.append(f"head_{number}[lazy]: {_ANY_TEXT} {_quote(trigger)}")
-        rules.append(f"tag_{number}: head_{number}{head} %json {json.dumps(schema)}{tail}")
+    rules, starts = [], []
+    for number, (trigger, begin, schema, end) in enumerate(_parse_tags(text)):
+        parts = [_spell(begin[len(trigger) :], marks), f"%json {json.dumps(schema)}", _spell(end, marks)]
+        rules.append(_until(f"head_{number}", trigger, marks))
+        rules.append(" ".join([f"tag_{number}: head_{number}", *filter(None, parts)]))
         starts.append(f"tag_{number}")
     return "\n".join([f"start: ({' | '.join(starts)})* TEXT", f"TEXT: {_ANY_TEXT}", *rules])
 

@@ -46,10 +46,8 @@ class StructuredOutputChecker:
         self._compiler: LLGuidanceCompiler | None = None
         if tokenizer is not None:
             backend = tokenizer.backend
-            added = backend.get_added_tokens_decoder()
-            special = {token.content: i for i, token in added.items() if token.special}
             self._compiler = LLGuidanceCompiler(
-                lambda: TokenizerSource(backend.to_str(), eos_token_ids, special), vocab_size, clock, limit_s
+                lambda: TokenizerSource.from_backend(backend, eos_token_ids), vocab_size, clock, limit_s
             )
 
     async def check(self, params: SamplingParams, param: str = PARAM) -> SamplingParams:

@@ -109,8 +109,19 @@ class ReasoningParser:
             self._state = self._in_reasoning
         else:
             self._num_reasoning = 0
-            self._state = self._in_content
+            self._state = self._in_unmarked
         return True
+
+    def _in_unmarked(self) -> bool:
+        """State: no reasoning was opened; an end mark without a beginning is left out, for it is no text."""
+        end = self._form.end
+        before, found, after = self._buffer.partition(end)
+        held = 0 if found or self._final else num_held(before, (end,))
+        self._content += before[: len(before) - held]
+        self._buffer = after if found else before[len(before) - held :]
+        if found:
+            self._state = self._in_content
+        return bool(found)
 
     def _in_reasoning(self) -> bool:
         end = self._form.end
