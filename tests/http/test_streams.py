@@ -151,7 +151,9 @@ async def test_a_fault_after_the_first_token_is_one_event(start_service: StartSe
     events, done = events_of((await pending).text)
     assert not done
     assert [event for event in events if "error" in event] == events[-1:]
-    assert events[-1]["error"]["message"] == "sampling failed"
+    message = events[-1]["error"]["message"]
+    assert "failed inside the engine" in message
+    assert "sampling failed" not in message, "causes are for the log"
 
 
 async def test_a_fault_before_the_first_token_is_an_answer(start_service: StartService) -> None:
@@ -162,10 +164,10 @@ async def test_a_fault_before_the_first_token_is_an_answer(start_service: StartS
     service.core.die("out of memory")
     reply = await pending
     assert reply.status_code == 503
-    assert "out of memory" in reply.json()["error"]["message"]
+    assert "out of memory" not in reply.text, "causes are for the log"
 
 
-async def test_death_ends_streams_with_the_cause(start_service: StartService) -> None:
+async def test_death_ends_streams(start_service: StartService) -> None:
     service = await start_service(auto=False)
     pending = asyncio.create_task(service.complete(stream=True))
     while not service.core.num_running:
@@ -175,6 +177,7 @@ async def test_death_ends_streams_with_the_cause(start_service: StartService) ->
     service.core.die("killed by SIGKILL")
     events, done = events_of((await pending).text)
     assert not done
-    assert "SIGKILL" in events[-1]["error"]["message"]
+    assert "has stopped" in events[-1]["error"]["message"]
+    assert "SIGKILL" not in events[-1]["error"]["message"], "causes are for the log"
     with pytest.raises(EngineDeadError):
         service.llm.check_health()

@@ -18,6 +18,7 @@ from headrace.config.sections import (
     ConnectorSection,
     DeviceSection,
     EngineConfig,
+    LimitsSection,
     ModelSection,
     ObservabilitySection,
     ParallelSection,
@@ -32,6 +33,7 @@ SECTIONS: dict[str, type] = {
     "device": DeviceSection,
     "connector": ConnectorSection,
     "observability": ObservabilitySection,
+    "limits": LimitsSection,
 }
 FLOAT_FORMATS = frozenset({"F32", "F16", "BF16"})
 
@@ -92,6 +94,7 @@ def resolve(
     """
     r = _Resolver(settings)
     _check(r)
+    _check_limits(r)
     _resolve_device(r, hardware)
     _resolve_model(r, architecture)
     _resolve_cache(r)
@@ -133,6 +136,18 @@ def _check(r: _Resolver) -> None:
     for path in ("scheduler.max_token_gap_ms", "observability.stats_interval_s"):
         if not 0.0 <= r.get(path) < float("inf"):
             raise ConfigError(f"--{path.split('.')[1].replace('_', '-')} must be at least 0")
+
+
+def _check_limits(r: _Resolver) -> None:
+    for one in fields(LimitsSection):
+        value, flag = r.get(f"limits.{one.name}"), f"--{one.name.replace('_', '-')}"
+        if isinstance(one.default, float):
+            if not 0.0 < value < float("inf"):
+                raise ConfigError(f"{flag} must be above 0")
+            continue
+        most = one.metadata.get("most", (1 << 63) - 1)
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+            raise ConfigError(f"{flag} must be an integer from 1 to {most}")
 
 
 def _resolve_device(r: _Resolver, hardware: HardwareInfo) -> None:

@@ -67,14 +67,32 @@ class SchedulerSection:
     long_prefill_token_threshold: int = setting(0, "Most tokens of one prompt in one step; 0 is no limit.")
     scheduling_policy: Literal["fcfs", "priority"] = setting("fcfs", "Order of requests.")
     pipeline_depth: int = setting(2, "Steps in flight at once; 1 waits for each step.")
-    max_num_queued_reqs: int | None = setting(None, "Refuse requests beyond this many in the queue.")
-    max_num_queued_tokens: int | None = setting(None, "Refuse requests beyond this many queued prompt tokens.")
+    max_num_queued_reqs: int | None = setting(4096, "Refuse requests beyond this many in the queue.")
+    max_num_queued_tokens: int | None = setting(1 << 22, "Refuse requests beyond this many queued prompt tokens.")
     watermark: float = setting(0.01, "Share of blocks kept free when a request is admitted beside others.")
     max_head_bypass_steps: int = setting(64, "Steps for which others may pass a head that does not fit.")
     max_token_gap_ms: float = setting(0.0, "Aim for gaps between tokens while prompts arrive; 0 is no limit.")
     max_token_gap_factor: float | None = setting(
         None, "The same as a multiple of a step without prompts; 0 is no limit, the platform chooses by default."
     )
+
+
+@dataclass(frozen=True, slots=True)
+class LimitsSection:
+    """What one request may ask for. ``most`` is what the code behind was made for: no setting goes beyond it."""
+
+    max_n: int = setting(128, "Most answers to one prompt.", most=128)
+    max_prompts: int = setting(1024, "Most prompts of one request.", most=1024)
+    max_answers: int = setting(4096, "Most answers of one request: its prompts times n.")
+    max_prompt_chars: int = setting(8 << 20, "Most characters of one prompt, counted before it is tokenised.")
+    max_messages: int = setting(4096, "Most messages of one chat.", most=4096)
+    max_tools: int = setting(128, "Most tools of one chat.", most=128)
+    max_stop_strings: int = setting(64, "Most stop strings.", most=64)
+    max_bad_words: int = setting(128, "Most bad words.", most=128)
+    max_biased_tokens: int = setting(4096, "Most entries of logit_bias.")
+    max_logprob_entries: int = setting(1 << 22, "Most logprobs of one request: those per token times the tokens.")
+    max_grammar_chars: int = setting(1 << 17, "Most characters of a structured output's description.", most=1 << 17)
+    template_timeout_s: float = setting(5.0, "Most seconds that rendering the chat template may take.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +156,7 @@ class EngineConfig:
     observability: ObservabilitySection
     architecture: Architecture
     model_path: str
+    limits: LimitsSection = field(default_factory=LimitsSection)
     reasons: dict[str, str] = field(default_factory=dict)
 
     @property

@@ -56,7 +56,7 @@ def make_chat_template(config: EngineConfig, loaded: LoadedTokenizer) -> ChatTem
             raise ConfigError(f"--chat-template {config.model.chat_template}: {error}") from None
     if source is None:
         return None
-    return ChatTemplate(source, _named_tokens(loaded))
+    return ChatTemplate(source, _named_tokens(loaded), limit_s=config.limits.template_timeout_s)
 
 
 def _named_tokens(loaded: LoadedTokenizer) -> Mapping[str, str]:

@@ -33,16 +33,25 @@ class Admission:
         self._max_reqs = section.max_num_queued_reqs
         self._max_tokens = section.max_num_queued_tokens
         self._max_running = section.max_num_seqs
-        self._mean_gap_s = 0.0
-        self._last_finish: float | None = None
+        self._mean_gap_s: float | None = None
+        self._since: float | None = None
 
-    def note_finished(self, count: int, now: float) -> None:
-        """Learn from ``count`` requests that ended by ``now`` how fast the queue moves."""
-        if self._last_finish is not None and count:
-            gap = (now - self._last_finish) / count
-            self._mean_gap_s += _SMOOTHING * (gap - self._mean_gap_s)
-        if count:
-            self._last_finish = now
+    def note_busy(self, now: float) -> None:
+        """There is work; time without any says nothing about how fast the queue moves."""
+        if self._since is None:
+            self._since = now
+
+    def note_finished(self, count: int, now: float, *, idle: bool) -> None:
+        """Learn from ``count`` requests that ended by ``now`` how fast the queue moves; ``idle``: none are left."""
+        if self._since is not None and count:
+            gap = (now - self._since) / count
+            self._mean_gap_s = (
+                gap if self._mean_gap_s is None else self._mean_gap_s + _SMOOTHING * (gap - self._mean_gap_s)
+            )
+        if idle:
+            self._since = None
+        elif count:
+            self._since = now
 
     def check(self, state: QueueState, num_new: int, num_new_tokens: int) -> None:
         """Raise if ``num_new`` more requests with so many prompt tokens would pass a limit.
@@ -56,8 +65,10 @@ class Admission:
             raise self._full("max_num_queued_reqs", queued - self._max_reqs)
         tokens = state.num_unstarted_tokens + num_new_tokens
         if self._max_tokens is not None and state.num_unstarted and tokens > self._max_tokens:
-            raise self._full("max_num_queued_tokens", 1)
+            mean_tokens = state.num_unstarted_tokens / state.num_unstarted
+            raise self._full("max_num_queued_tokens", (tokens - self._max_tokens) / max(1.0, mean_tokens))
 
-    def _full(self, limit: str, excess: int) -> QueueFullError:
-        wait = min(max(1.0, excess * self._mean_gap_s), _LONGEST_WAIT_S)
+    def _full(self, limit: str, excess: float) -> QueueFullError:
+        """The refusal; ``excess`` requests must end before another try makes sense."""
+        wait = min(max(1.0, excess * (self._mean_gap_s or 0.0)), _LONGEST_WAIT_S)
         return QueueFullError(f"the engine is busy: its queue has reached {limit}", retry_after_s=wait, limit=limit)

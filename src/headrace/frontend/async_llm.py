@@ -275,7 +275,7 @@ class AsyncLLM:
         extras: dict[str, Any] = dict(options)
         special = extras.pop("add_special_tokens", True)
         marks, began = self.marks.open(arrival), self._clock.monotonic()
-        tokens = [await self.tokenize(prompt, special) for prompt in prompts]
+        tokens = await self.tokenize_all(prompts, special)
         marks.tokenising.append((began, self._clock.monotonic()))
         requests = [
             self.input.make_request(prompt, own, external_id=request_id, arrival=arrival, **extras)
@@ -317,6 +317,7 @@ class AsyncLLM:
         stream = OutputStream(group, functools.partial(self._leave, group))
         group.on_news = stream.notify
         self._streams[group] = stream
+        self._admission.note_busy(group.arrival)
         self._processor.add(group)
         return stream
 
@@ -386,6 +387,26 @@ class AsyncLLM:
         finally:
             self.marks.tokenised(began, self._clock.monotonic())
 
+    async def tokenize_all(
+        self, prompts: Sequence[Prompt | PromptTokens], add_special_tokens: bool = True
+    ) -> list[PromptTokens]:
+        """`tokenize` for several prompts; many short ones leave the event loop free too."""
+        known = [0 if isinstance(prompt, PromptTokens) else self.input.num_chars(prompt) for prompt in prompts]
+        if len(prompts) == 1 or sum(known) <= INLINE_CHARS:
+            return [await self.tokenize(prompt, add_special_tokens) for prompt in prompts]
+        began = self._clock.monotonic()
+
+        def work() -> list[PromptTokens]:
+            return [
+                prompt if isinstance(prompt, PromptTokens) else self.input.tokenize(prompt, add_special_tokens)
+                for prompt in prompts
+            ]
+
+        try:
+            return await self.run_beside(work)
+        finally:
+            self.marks.tokenised(began, self._clock.monotonic())
+
     async def tokenize_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> PromptTokens:
         """Return the prompt of a conversation; the options are those of `ChatTemplate.render`."""
         began = self._clock.monotonic()
@@ -437,7 +458,8 @@ class AsyncLLM:
         if self._processor.num_finished > before:
             ended = [output.request_id for output in message.outputs if output.finish_reason is not None]
             self.marks.ended(ended + aborts, now, done)
-        self._admission.note_finished(self._processor.num_finished - before, now)
+        num_ended = self._processor.num_finished - before
+        self._admission.note_finished(num_ended, now, idle=not self._processor.num_requests)
         if message.stats is not None:
             self.stats = message.stats
             self._observer.stats_arrived(message.stats)

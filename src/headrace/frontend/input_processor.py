@@ -104,6 +104,7 @@ class InputProcessor:
         if template is None or self.tokenizer is None:
             message = "the model has no chat template; start the server with --chat-template, or send a prompt"
             raise InvalidRequestError(message, param="messages", code="no_chat_template")
+        validation.check_chat_size(messages, options.get("tools"), self.limits)
         text = template.render(messages, **options)
         self.num_chars(text)
         tokens = PromptTokens(self.tokenizer.encode_chat(text), text)

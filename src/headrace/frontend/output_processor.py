@@ -75,6 +75,8 @@ class OutputProcessor:
                 kept = 0
             if kept:
                 self._note_tokens(answer, group, kept, now)
+            if output.error is not None:
+                logger.error("request %s (%s) failed: %s", group.external_id, output.request_id, output.error)
             if answer.finish_reason is not None:
                 self._end(answer, group, output.kv_transfer_params, now)
                 if output.finish_reason is None:

@@ -8,23 +8,22 @@ field named; values of the request are never echoed. It knows no tokenizer: what
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
 from headrace.base.errors import InvalidRequestError
-from headrace.config.sections import EngineConfig
+from headrace.config.sections import EngineConfig, LimitsSection
 from headrace.messages.outputs import CoreReady
 from headrace.messages.sampling_params import SamplingParams
 
 MAX_REQUEST_ID_CHARS = 128
 MAX_CACHE_SALT_CHARS = 128
 MAX_STOP_CHARS = 8192
+MAX_BAD_WORD_CHARS = 8192
 MAX_BAD_WORD_TOKENS = 1024
-MAX_BIASED_TOKENS = 4096
 MAX_STOP_TOKENS = 128
-MAX_LOGPROB_ENTRIES = 1 << 22
 MAX_GRAMMAR_CHARS = 1 << 17
 PRIORITY_LIMIT = 1 << 63
 
@@ -34,7 +33,7 @@ class RequestLimits:
     """What the model and the operator allow.
 
     ``vocab_size`` is the width of the logits. ``max_logprobs`` -1 is the whole vocabulary. ``kv_cache_tokens`` is what
-    one request alone may fill.
+    one request alone may fill. ``most`` is what the operator lets one request ask for.
     """
 
     max_model_len: int
@@ -43,6 +42,7 @@ class RequestLimits:
     max_logprobs: int = 20
     has_priority: bool = False
     has_lora: bool = False
+    most: LimitsSection = field(default_factory=LimitsSection)
 
     @staticmethod
     def from_ready(ready: CoreReady, config: EngineConfig) -> RequestLimits:
@@ -54,6 +54,7 @@ class RequestLimits:
             kv_cache_tokens=ready.max_model_len if fits_any else ready.kv_cache_tokens,
             max_logprobs=config.observability.max_logprobs,
             has_priority=config.scheduler.scheduling_policy == "priority",
+            most=config.limits,
         )
 
 
@@ -92,9 +93,30 @@ def check_kv_transfer_params(value: Any) -> None:
 
 def check_prompt_chars(num_chars: int, max_chars_per_token: int, limits: RequestLimits) -> None:
     """Raise for a text that no tokenisation can make short enough, before it is tokenised."""
+    if num_chars > limits.most.max_prompt_chars:
+        message = f"the prompt must not have more than {limits.most.max_prompt_chars} characters"
+        raise InvalidRequestError(message, param="prompt", code="context_length_exceeded")
     if num_chars > limits.max_model_len * max_chars_per_token:
         message = f"the prompt of {num_chars} characters cannot fit into the context of {limits.max_model_len} tokens"
         raise InvalidRequestError(message, param="prompt", code="context_length_exceeded")
+
+
+def check_num_prompts(num_prompts: int, n: int, limits: RequestLimits) -> None:
+    """Raise for more prompts in one request, or more answers to all of them together, than are allowed."""
+    _check_count("prompt", num_prompts, limits.most.max_prompts)
+    if num_prompts * n > limits.most.max_answers:
+        message = f"n times the number of prompts must not exceed {limits.most.max_answers}"
+        raise InvalidRequestError(message, param="n")
+
+
+def check_chat_size(messages: Any, tools: Any, limits: RequestLimits) -> None:
+    """Raise for more messages or tools than are allowed, before a template sees them."""
+    for name, value, most in (
+        ("messages", messages, limits.most.max_messages),
+        ("tools", tools, limits.most.max_tools),
+    ):
+        if isinstance(value, (list, tuple)):
+            _check_count(name, len(value), most)
 
 
 def check_token_ids(name: str, token_ids: Collection[Any], limits: RequestLimits) -> None:
@@ -121,19 +143,26 @@ def check_prompt(prompt_token_ids: Sequence[Any], limits: RequestLimits) -> None
 
 def check_sampling(params: SamplingParams, num_prompt_tokens: int, limits: RequestLimits) -> None:
     """Raise for sampling that this model cannot do or this operator does not allow."""
+    if params.n > limits.most.max_n:
+        raise InvalidRequestError(f"n must not be more than {limits.most.max_n}", param="n")
+    _check_count("stop", len(params.stop), limits.most.max_stop_strings)
+    _check_count("bad_words", len(params.bad_words), limits.most.max_bad_words)
+    _check_count("stop_token_ids", len(params.stop_token_ids), MAX_STOP_TOKENS)
+    _check_count("allowed_token_ids", len(params.allowed_token_ids or ()), limits.vocab_size)
+    _check_count("logit_bias", len(params.logit_bias or ()), limits.most.max_biased_tokens)
     check_token_ids("stop_token_ids", params.stop_token_ids, limits)
     check_token_ids("logit_bias", params.logit_bias or (), limits)
     check_token_ids("allowed_token_ids", params.allowed_token_ids or (), limits)
-    _check_count("stop_token_ids", len(params.stop_token_ids), MAX_STOP_TOKENS)
-    _check_count("allowed_token_ids", len(params.allowed_token_ids or ()), limits.vocab_size)
-    _check_count("logit_bias", len(params.logit_bias or ()), MAX_BIASED_TOKENS)
+    if sum(map(len, params.bad_words)) > MAX_BAD_WORD_CHARS:
+        message = f"bad_words must not have more than {MAX_BAD_WORD_CHARS} characters together"
+        raise InvalidRequestError(message, param="bad_words")
     if sum(map(len, params.stop)) > MAX_STOP_CHARS:
         message = f"stop strings must not have more than {MAX_STOP_CHARS} characters together"
         raise InvalidRequestError(message, param="stop")
     num_answers = params.n * resolve_max_tokens(params, num_prompt_tokens, limits)
     _check_logprobs("logprobs", params.logprobs, num_answers, limits)
     _check_logprobs("prompt_logprobs", params.prompt_logprobs, num_prompt_tokens, limits)
-    check_structured_outputs(params)
+    check_structured_outputs(params, max_chars=limits.most.max_grammar_chars)
 
 
 def _check_count(name: str, count: int, most: int) -> None:
@@ -149,12 +178,14 @@ def _check_logprobs(name: str, asked: int | None, num_positions: int, limits: Re
     count = limits.vocab_size if asked < 0 else asked
     if count > most:
         raise InvalidRequestError(f"{name} must not be more than {most}", param=name)
-    if (count + 1) * num_positions > MAX_LOGPROB_ENTRIES:
-        message = f"{name} times the number of tokens must not exceed {MAX_LOGPROB_ENTRIES}"
+    if (count + 1) * num_positions > limits.most.max_logprob_entries:
+        message = f"{name} times the number of tokens must not exceed {limits.most.max_logprob_entries}"
         raise InvalidRequestError(message, param=name)
 
 
-def check_structured_outputs(params: SamplingParams, param: str = "structured_outputs") -> None:
+def check_structured_outputs(
+    params: SamplingParams, param: str = "structured_outputs", max_chars: int = MAX_GRAMMAR_CHARS
+) -> None:
     """Raise unless exactly one constraint of a sane size is set, if any; ``param`` names the field in errors."""
     asked = params.structured_outputs
     if asked is None:
@@ -166,8 +197,8 @@ def check_structured_outputs(params: SamplingParams, param: str = "structured_ou
     if asked.choice is not None and not (asked.choice and all(asked.choice)):
         raise InvalidRequestError(f"{param}.choice must hold texts", param=param)
     texts = [asked.json, asked.regex, asked.grammar, asked.structural_tag, *(asked.choice or ())]
-    if sum(len(text) for text in texts if text is not None) > MAX_GRAMMAR_CHARS:
-        raise InvalidRequestError(f"{param} must not be longer than {MAX_GRAMMAR_CHARS} characters", param=param)
+    if sum(len(text) for text in texts if text is not None) > max_chars:
+        raise InvalidRequestError(f"{param} must not be longer than {max_chars} characters", param=param)
 
 
 def check_masks(params: SamplingParams, eos: Sequence[int], bad_words: Sequence[Sequence[int]]) -> None:

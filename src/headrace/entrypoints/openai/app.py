@@ -70,7 +70,7 @@ class Edge:
             state["request_id"] = _client_id(headers.get(b"x-request-id")) or state["request_id"]
             self._check(scope, headers)
         except Exception as error:  # noqa: BLE001 - a border: whatever is wrong becomes the answer
-            await describe(error).response()(scope, receive, send_named)
+            await describe(error, state["request_id"]).response()(scope, receive, send_named)
             return
         counted = scope["path"] not in OPEN_PATHS
         self._context.num_in_flight += counted
@@ -156,7 +156,7 @@ def _endpoint(context: ServerContext, handler: Handler) -> Callable[[Request], A
         except ClientGone:
             return Response(status_code=CLIENT_GONE_STATUS)
         except Exception as error:  # noqa: BLE001 - the border between a request and the server
-            return describe(error).response()
+            return describe(error, request.state.request_id).response()
 
     return endpoint
 
@@ -184,7 +184,7 @@ def make_app(context: ServerContext) -> ASGIApp:
         app.add_route(path, _endpoint(context, handler), methods=[method])
 
     async def refuse(request: Request, error: Exception) -> Response:
-        return describe(error).response()
+        return describe(error, request.state.request_id).response()
 
     app.add_exception_handler(HTTPException, refuse)
     edge: ASGIApp = Edge(app, context, KeyGuard(context.options.api_key))

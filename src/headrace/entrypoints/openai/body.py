@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from typing import TypeVar
 
 import msgspec
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 
 from headrace.base.errors import InvalidRequestError
 from headrace.entrypoints.openai.errors import ApiError
 from headrace.entrypoints.openai.protocol import DECODERS
+from headrace.entrypoints.openai.sse import ClientGone
+
+BODY_TIMEOUT_S = 60.0
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -20,7 +24,17 @@ _MISSING = re.compile(r"Object missing required field `(?P<name>[^`]*)`")
 
 
 async def read_body(request: Request, limit: int) -> bytes:
-    """Return the body; a longer one than ``limit`` bytes is refused, announced or not."""
+    """Return the body; one longer than ``limit`` bytes, announced or not, and one that stops coming are refused."""
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            return await _read(request, limit)
+    except TimeoutError:
+        raise ApiError(408, f"the body did not arrive within {BODY_TIMEOUT_S:g} s", code="body_timeout") from None
+    except ClientDisconnect:
+        raise ClientGone from None
+
+
+async def _read(request: Request, limit: int) -> bytes:
     too_large = ApiError(413, f"the body is larger than {limit} bytes", code="body_too_large")
     announced = request.headers.get("content-length", "")
     if announced.isdigit() and int(announced) > limit:

@@ -12,10 +12,11 @@ from headrace.entrypoints.openai.constraints import read_constraint
 from headrace.entrypoints.openai.context import ServerContext
 from headrace.entrypoints.openai.generation import UsageCounter, Work, check_output
 from headrace.entrypoints.openai.logprobs import CompletionLogprobs, prompt_logprobs_json
-from headrace.entrypoints.openai.protocol import MAX_PROMPTS, CompletionRequest
+from headrace.entrypoints.openai.protocol import CompletionRequest
 from headrace.entrypoints.openai.refusals import check_refusals
 from headrace.entrypoints.openai.sampling import check_stream_fields, make_sampling
 from headrace.entrypoints.openai.sse import ChunkTemplate, event
+from headrace.frontend.validation import check_num_prompts
 from headrace.messages.request_output import CompletionOutput, PositionLogprobs, RequestOutput
 
 DEFAULT_MAX_TOKENS = 16
@@ -26,7 +27,7 @@ def split_prompts(prompt: str | list[Any]) -> list[str | list[int]]:
     """The prompts of a body: one text, one list of ids, a list of texts or a list of lists of ids.
 
     Raises:
-        InvalidRequestError: empty, too many, or kinds mixed.
+        InvalidRequestError: empty, or kinds mixed.
     """
     if isinstance(prompt, str):
         return [prompt]
@@ -37,8 +38,6 @@ def split_prompts(prompt: str | list[Any]) -> list[str | list[int]]:
         return [prompt]
     if len(kinds) > 1:
         raise InvalidRequestError("prompt must hold texts or token ids, not both", param="prompt")
-    if len(prompt) > MAX_PROMPTS:
-        raise InvalidRequestError(f"at most {MAX_PROMPTS} prompts are allowed", param="prompt")
     return prompt
 
 
@@ -94,7 +93,9 @@ class CompletionCall:
         if constraint is not None:
             sampling = await context.llm.check_constraint(sampling, constraint.param)
         special = body.add_special_tokens is not False
-        prompts = [await context.llm.tokenize(prompt, special) for prompt in split_prompts(body.prompt)]
+        given = split_prompts(body.prompt)
+        check_num_prompts(len(given), sampling.n, context.llm.input.limits)
+        prompts = await context.llm.tokenize_all(given, special)
         answer_id = f"cmpl-{request_id}"
         return cls(context, body, answer_id, model, Work(answer_id, prompts, sampling, body))
 

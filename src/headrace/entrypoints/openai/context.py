@@ -64,6 +64,8 @@ class ServerContext:
 
     def illness(self) -> str | None:
         """Why the engine cannot be trusted now, or ``None``."""
+        if self.dead_reason is not None:
+            return "the engine has stopped; the server's log has the cause"
         try:
             self.llm.check_health()
         except EngineDeadError as error:

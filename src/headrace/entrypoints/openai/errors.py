@@ -73,8 +73,13 @@ class ErrorInfo:
         return Response(self.body(), self.status, headers, media_type="application/json")
 
 
-def describe(error: BaseException) -> ErrorInfo:
-    """What a client is told about ``error``; what is not the client's fault and has no family is logged here."""
+def describe(error: BaseException, request_id: str = "") -> ErrorInfo:
+    """What a client is told about ``error``; what is not the client's fault and has no family is logged here.
+
+    Faults inside are told in general words with the ``request_id`` under which the log names the cause: a cause may
+    hold paths, addresses or pieces of other requests.
+    """
+    named = f" (request {request_id})" if request_id else ""
     match error:
         case ApiError():
             return ErrorInfo(error.status, error.message, error.param, error.code)
@@ -86,11 +91,12 @@ def describe(error: BaseException) -> ErrorInfo:
         case NotAcceptingError():
             return ErrorInfo(503, str(error) or "the server accepts no requests now", None, "not_accepting", 1.0)
         case EngineDeadError():
-            return ErrorInfo(503, f"the engine has stopped: {error}", None, "engine_dead")
+            return ErrorInfo(503, f"the engine has stopped; the server's log has the cause{named}", None, "engine_dead")
         case RequestFailedError():
-            return ErrorInfo(500, str(error) or "the request failed inside the engine", None, "request_failed")
+            message = f"the request failed inside the engine; the server's log has the cause{named}"
+            return ErrorInfo(500, message, None, "request_failed")
         case HTTPException():
             return ErrorInfo(error.status_code, str(error.detail))
         case _:
-            logger.error("unexpected error while answering a request", exc_info=error)
-            return ErrorInfo(500, "internal error; the server's log has the details", None, "internal_error")
+            logger.error("unexpected error while answering request %s", request_id, exc_info=error)
+            return ErrorInfo(500, f"internal error; the server's log has the cause{named}", None, "internal_error")

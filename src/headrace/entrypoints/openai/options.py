@@ -24,7 +24,7 @@ class ServerOptions:
     host: str = setting("127.0.0.1", "Address to listen on; 0.0.0.0 is every interface.")
     port: int = setting(8000, "Port to listen on; 0 takes a free one.")
     api_key: tuple[str, ...] = _many("Key that clients must send; may be given several times.", secret=True)
-    max_body: int = setting(32 << 20, "Largest body of a request.", unit="bytes")
+    max_body: int = setting(16 << 20, "Largest body of a request.", unit="bytes")
     ssl_keyfile: str | None = setting(None, "Private key for TLS.")
     ssl_certfile: str | None = setting(None, "Certificate for TLS.")
     ssl_ca_certs: str | None = setting(None, "Authorities whose client certificates are required.")

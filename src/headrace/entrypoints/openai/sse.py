@@ -99,8 +99,14 @@ class EventStream(Response):
         del self.headers["content-length"]
         self._first = first
         self._events = events
+        self._request_id = ""
+
+    def _last_words(self, error: Exception) -> bytes:
+        """The event that ends a stream which cannot go on."""
+        return b"data: " + describe(error, self._request_id).body() + b"\n\n"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._request_id = scope.get("state", {}).get("request_id", "")
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         with suppress(ClientGone, OSError):
             await until_hangup(self._produce(send), receive)
@@ -116,5 +122,5 @@ class EventStream(Response):
             except OSError:
                 raise
             except Exception as error:  # noqa: BLE001 - a border: the stream has begun, so any fault becomes its last event
-                last = b"data: " + describe(error).body() + b"\n\n"
+                last = self._last_words(error)
         await send({"type": "http.response.body", "body": last, "more_body": False})

@@ -1,0 +1,130 @@
+"""Every limit of the operator: the limit passes, the limit plus one is refused by name, and others go on."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from headrace.base.errors import QueueFullError
+from headrace.frontend.admission import Admission, QueueState
+from headrace.testing.engine_config import make_engine_config
+from tests.http.conftest import StartService
+from tests.http_service import EOS
+
+COMPLETION, CHAT = "/v1/completions", "/v1/chat/completions"
+PROMPT = {"prompt": "ab", "max_tokens": 2}
+TURN = {"role": "user", "content": "Hi"}
+
+# setting, its value, route, what passes, what does not, the parameter that is named
+LIMITS: list[tuple[str, int, str, dict[str, Any], dict[str, Any], str]] = [
+    ("max_n", 2, COMPLETION, {"n": 2}, {"n": 3}, "n"),
+    ("max_prompts", 2, COMPLETION, {"prompt": ["a", "b"]}, {"prompt": ["a", "b", "c"]}, "prompt"),
+    ("max_answers", 4, COMPLETION, {"prompt": ["a", "b"], "n": 2}, {"prompt": ["a", "b"], "n": 3}, "n"),
+    ("max_prompt_chars", 4, COMPLETION, {"prompt": "abcd"}, {"prompt": "abcde"}, "prompt"),
+    ("max_messages", 2, CHAT, {"messages": [TURN] * 2}, {"messages": [TURN] * 3}, "messages"),
+    ("max_stop_strings", 1, COMPLETION, {"stop": ["x"]}, {"stop": ["x", "y"]}, "stop"),
+    ("max_bad_words", 1, COMPLETION, {"bad_words": ["x"]}, {"bad_words": ["x", "y"]}, "bad_words"),
+    ("max_biased_tokens", 1, COMPLETION, {"logit_bias": {"1": 1}}, {"logit_bias": {"1": 1, "2": 1}}, "logit_bias"),
+    ("max_logprob_entries", 4, COMPLETION, {"logprobs": 1}, {"logprobs": 2}, "logprobs"),
+    ("max_logprobs", 3, COMPLETION, {"logprobs": 3}, {"logprobs": 4}, "logprobs"),
+]
+
+
+@pytest.mark.parametrize(("setting", "value", "path", "passes", "refused", "param"), LIMITS, ids=lambda v: str(v)[:20])
+async def test_limit(
+    start_service: StartService,
+    setting: str,
+    value: int,
+    path: str,
+    passes: dict[str, Any],
+    refused: dict[str, Any],
+    param: str,
+) -> None:
+    service = await start_service(settings={setting: value})
+    base = PROMPT if path == COMPLETION else {"messages": [TURN], "max_tokens": 2}
+    reply = await service.http.post(path, json={**base, **passes})
+    assert reply.status_code == 200, reply.text
+    reply = await service.http.post(path, json={**base, **refused})
+    assert reply.status_code == 400, reply.text
+    assert reply.json()["error"]["param"] == param
+    assert service.llm.num_requests == 0
+
+
+async def test_long_bad_words_are_not_even_tokenised(start_service: StartService) -> None:
+    service = await start_service()
+    reply = await service.complete(bad_words=["x" * 9000])
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, "bad_words")
+
+
+async def test_a_body_that_stops_coming(start_service: StartService, monkeypatch: pytest.MonkeyPatch) -> None:
+    import headrace.entrypoints.openai.body as body
+
+    monkeypatch.setattr(body, "BODY_TIMEOUT_S", 0.05)
+    service = await start_service()
+    host, port = service.url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+    async with asyncio.timeout(5):
+        assert b" 408 " in await reader.readline()
+    writer.close()
+
+
+async def test_a_client_that_leaves_inside_its_body(
+    start_service: StartService, caplog: pytest.LogCaptureFixture
+) -> None:
+    service = await start_service()
+    host, port = service.url.removeprefix("http://").split(":")
+    _, writer = await asyncio.open_connection(host, int(port))
+    writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+    await writer.drain()
+    while not service.context.num_in_flight:
+        await asyncio.sleep(0.001)
+    writer.close()
+    async with asyncio.timeout(5):
+        while service.context.num_in_flight:
+            await asyncio.sleep(0.001)
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
+def test_retry_after_follows_the_queues_pace() -> None:
+    section = make_engine_config(max_num_queued_reqs=2, max_num_queued_tokens=100, max_num_seqs=1).scheduler
+    admission = Admission(section)
+    admission.note_busy(100.0)
+    for end in (103.0, 106.0, 109.0):
+        admission.note_finished(1, end, idle=False)
+    admission.note_finished(1, 112.0, idle=True)
+    # An hour without work says nothing.
+    admission.note_busy(3700.0)
+    admission.note_finished(1, 3703.0, idle=False)
+    busy = QueueState(num_requests=3, num_unstarted=2, num_unstarted_tokens=80)
+    with pytest.raises(QueueFullError) as caught:
+        admission.check(busy, 3, 0)
+    assert caught.value.limit == "max_num_queued_reqs"
+    assert caught.value.retry_after_s == pytest.approx(3 * 3.0)
+    with pytest.raises(QueueFullError) as caught:
+        admission.check(QueueState(num_requests=1, num_unstarted=1, num_unstarted_tokens=40), 0, 140)
+    assert caught.value.limit == "max_num_queued_tokens"
+    assert caught.value.retry_after_s == pytest.approx(2 * 3.0)
+    admission.check(QueueState(), 1, 10_000)
+
+
+async def test_a_full_queue_is_told_before_the_prompt_is_tokenised(start_service: StartService) -> None:
+    service = await start_service(auto=False, settings={"max_num_queued_tokens": 8, "max_num_seqs": 1})
+    service.answer[:] = [EOS]
+    first = asyncio.create_task(service.complete(prompt="abcdefgh"))
+    while not service.core.num_running:
+        await asyncio.sleep(0.001)
+    reply = await service.complete(prompt="x")
+    assert reply.status_code == 429
+    assert 1 <= int(reply.headers["retry-after"]) <= 60
+    service.core.step(2)
+    assert (await first).status_code == 200
+    assert (await asyncio.gather(service.complete(prompt="x", max_tokens=1), _steps(service)))[0].status_code == 200
+
+
+async def _steps(service: Any) -> None:
+    while not service.core.num_running:
+        await asyncio.sleep(0.001)
+    service.core.step()
