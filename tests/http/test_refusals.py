@@ -69,7 +69,7 @@ async def test_numbers_that_are_none(service: Service, path: str, field: str, va
         ("prompt_logprobs", [-2, 10**9]),
         ("cache_salt", ["", 5, ["a"], "s" * 100_000]),
         ("priority", [1, 1 << 70]),
-        ("request_id", ["", "x" * 100_000, 5]),
+        ("request_id", ["", "x" * 100_000, 5, "ü", "a\n", "a\r\nX-Evil: 1"]),
         ("stream_options", [{"include_usage": True}, 5]),
     ],
 )

@@ -12,6 +12,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from headrace.base.errors import InvalidRequestError
 from headrace.entrypoints.openai.body import check_content_type, parse, read_body
 from headrace.entrypoints.openai.chat import ChatCall
 from headrace.entrypoints.openai.completions import CompletionCall
@@ -50,7 +51,10 @@ async def chat(context: ServerContext, request: Request) -> Response:
 
 def _name(request: Request, body: GenerationFields) -> str:
     """The request's id: the body's, else the header's, else a new one."""
-    if body.request_id is not None and body.request_id.isascii() and body.request_id.isprintable():
+    if body.request_id is not None:
+        # It travels in a response header too.
+        if not (body.request_id.isascii() and body.request_id.isprintable()):
+            raise InvalidRequestError("request_id must be printable ASCII text", param="request_id")
         request.state.request_id = body.request_id
     name: str = request.state.request_id
     return name
