@@ -81,6 +81,7 @@ class EngineCore:
         events: told what becomes findable in the KV cache; nobody by default.
         views: more topics of `Query`, each given the query's argument.
         make_scheduler: `Scheduler`, or one that is watched.
+        after_step: called at the end of each step.
         closers: called when the core ends.
 
     Raises:
@@ -99,6 +100,7 @@ class EngineCore:
         events: EventSink | None = None,
         views: Mapping[str, Callable[[str | None], Any]] | None = None,
         make_scheduler: Callable[..., Scheduler] = Scheduler,
+        after_step: Sequence[Callable[[], None]] = (),
         closers: Sequence[Callable[[], None]] = (),
     ) -> None:
         self.config = config
@@ -132,6 +134,7 @@ class EngineCore:
             phases_ms=loaded.phases_ms | own_phases_ms,
         )
         depth = config.scheduler.pipeline_depth
+        self._after_step = after_step
         self._closers = closers
         self.scheduler = make_scheduler(
             config.scheduler,
@@ -299,6 +302,8 @@ class EngineCore:
             self._outbox.set_stats(0, self.scheduler.make_stats())
         outputs = self._outbox.take()
         self._recorder.on_output(self._clock.monotonic())
+        for act in self._after_step:
+            act()
         return outputs
 
     def _quiesce(self) -> None:

@@ -11,6 +11,7 @@ from headrace.config.sections import EngineConfig
 from headrace.control.kv_cache.events import EventSink
 from headrace.control.scheduler.scheduler import Scheduler
 from headrace.core.kv_events import EventTee, IndexSink
+from headrace.core.kv_publisher import KVEventPublisher, parse_kv_events_config
 from headrace.observability.flight_recorder.block_index import BlockIndex
 from headrace.observability.flight_recorder.recorder import FlightRecorder
 from headrace.observability.flight_recorder.views import RecorderViews
@@ -24,6 +25,7 @@ class Watching:
     events: EventSink
     views: Mapping[str, Callable[[str | None], Any]]
     make_scheduler: Callable[..., Scheduler]
+    after_step: Sequence[Callable[[], None]]
     closers: Sequence[Callable[[], None]]
 
     def parts(self) -> dict[str, Any]:
@@ -52,4 +54,12 @@ def make_watching(config: EngineConfig, clock: Clock) -> Watching:
             closers.append(scheduler.close)
             return scheduler
 
-    return Watching(recorder, EventTee(sinks), RecorderViews(recorder, clock).topics(), make_scheduler, closers)
+    after_step: list[Callable[[], None]] = []
+    events = parse_kv_events_config(settings.kv_events_config)
+    if events.active:
+        publisher = KVEventPublisher(events, clock)
+        sinks.append(publisher)
+        after_step.append(publisher.flush)
+        closers.append(publisher.close)
+    views = RecorderViews(recorder, clock).topics()
+    return Watching(recorder, EventTee(sinks), views, make_scheduler, after_step, closers)
