@@ -50,6 +50,15 @@ def test_every_field_has_a_reason_and_none_is_left_open() -> None:
     assert config.cache.block_size > 0 and config.scheduler.max_num_seqs > 0
 
 
+def test_streams_are_protected_from_prompts_on_cpu_unless_told_otherwise() -> None:
+    config = make()
+    assert (config.scheduler.max_token_gap_factor or 0.0) > 1.0
+    assert "pace" in config.reasons["scheduler.max_token_gap_factor"]
+    assert make(max_token_gap_ms=50.0).scheduler.max_token_gap_factor == 0.0
+    assert make(max_token_gap_factor=0.0).scheduler.max_token_gap_factor == 0.0
+    assert make(replace(CPU, platform="cuda")).scheduler.max_token_gap_factor == 0.0
+
+
 def test_quantised_weights_take_int8_activations_unless_float32_is_asked_for() -> None:
     assert make().model.activations == "int8"
     assert make().cache.kv_cache_dtype == "float16"
@@ -68,6 +77,7 @@ def test_quantised_weights_take_int8_activations_unless_float32_is_asked_for() -
         ({"max_num_seqs": 8, "max_num_batched_tokens": 4}, "max-num-batched-tokens"),
         ({"kv_cache_share": float("nan")}, "kv-cache-share"),
         ({"max_token_gap_ms": float("nan")}, "max-token-gap-ms"),
+        ({"max_token_gap_factor": 0.5}, "max-token-gap-factor"),
         ({"max_modle_len": 4}, "did you mean max_model_len"),
         ({"max_num_queued_reqs": 0}, "max-num-queued-reqs"),
     ],

@@ -46,6 +46,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             watermark=data.draw(st.sampled_from([0.0, 0.1])),
             max_head_bypass_steps=data.draw(st.sampled_from([0, 3])),
             max_token_gap_ms=data.draw(st.sampled_from([0.0, 15.0])),
+            max_token_gap_factor=data.draw(st.sampled_from([0.0, 1.5])),
         )
         if drafts:
             self.driver.drafter = lambda tokens: [next_token(tokens), (len(tokens) * 7) % 1000]

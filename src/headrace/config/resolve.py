@@ -35,6 +35,7 @@ SECTIONS: dict[str, type] = {
     "observability": ObservabilitySection,
     "limits": LimitsSection,
 }
+CPU_TOKEN_GAP_FACTOR = 1.5
 FLOAT_FORMATS = frozenset({"F32", "F16", "BF16"})
 
 
@@ -136,6 +137,9 @@ def _check(r: _Resolver) -> None:
     for path in ("scheduler.max_token_gap_ms", "observability.stats_interval_s"):
         if not 0.0 <= r.get(path) < float("inf"):
             raise ConfigError(f"--{path.split('.')[1].replace('_', '-')} must be at least 0")
+    factor = r.get("scheduler.max_token_gap_factor")
+    if factor and not 1.0 < factor < float("inf"):
+        raise ConfigError("--max-token-gap-factor must be above 1, or 0 for no limit")
 
 
 def _check_limits(r: _Resolver) -> None:
@@ -229,3 +233,16 @@ def _resolve_scheduler(r: _Resolver, hardware: HardwareInfo) -> None:
         raise ConfigError(f"--max-num-scheduled-tokens must be at most --max-num-batched-tokens {batched}")
     if r.get("scheduler.long_prefill_token_threshold") > max_len:
         raise ConfigError(f"--long-prefill-token-threshold must be at most the context of {max_len}")
+    _resolve_token_gap(r, cpu)
+
+
+def _resolve_token_gap(r: _Resolver, cpu: bool) -> None:
+    if r.get("scheduler.max_token_gap_factor") is not None:
+        return
+    if r.get("scheduler.max_token_gap_ms") > 0.0:
+        r.decide("scheduler.max_token_gap_factor", 0.0, "--max-token-gap-ms says what is wanted")
+    elif cpu:
+        why = "a long prompt takes a CPU seconds; streams go on at two thirds of their pace meanwhile"
+        r.decide("scheduler.max_token_gap_factor", CPU_TOKEN_GAP_FACTOR, why)
+    else:
+        r.decide("scheduler.max_token_gap_factor", 0.0, "prompts pass quickly on this device")

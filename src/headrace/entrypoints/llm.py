@@ -42,7 +42,8 @@ class LLM:
     """
 
     def __init__(self, model: str, **settings: Any) -> None:
-        self.config = load_engine_config({"model": model, **settings})
+        # Nobody watches the gaps between an offline run's tokens: prompts need not make way for them.
+        self.config = load_engine_config({"model": model, "max_token_gap_factor": 0.0, **settings})
         loaded = load_tokenizer(self.config.model.tokenizer or self.config.model_path)
         template = make_chat_template(self.config, loaded)
         core = InlineCore(self.config, EXECUTORS[self.config.parallel.executor])

@@ -42,7 +42,8 @@ def make_architecture(**changes: Any) -> Architecture:
 def make_engine_config(architecture: Architecture | None = None, **settings: Any) -> EngineConfig:
     """Resolve ``settings`` (by field name) as the command line would, for a model that has no files.
 
-    Small numbers by default: blocks of 4 tokens, 64 of them, 8 requests at once, one step in flight.
+    Small numbers by default: blocks of 4 tokens, 64 of them, 8 requests at once, one step in flight, prompts as fast
+    as they go.
     """
     defaults: dict[str, Any] = {
         "model": "simulated",
@@ -52,6 +53,7 @@ def make_engine_config(architecture: Architecture | None = None, **settings: Any
         "max_num_batched_tokens": 64,
         "max_model_len": 128,
         "pipeline_depth": 1,
+        "max_token_gap_factor": 0.0,
     }
     return resolve(
         defaults | settings,

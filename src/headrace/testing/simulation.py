@@ -104,6 +104,7 @@ def make_scenario(seed: int, *, depth: int | None = None, policy: str | None = N
         scheduling_policy=policy or random.choice(["fcfs", "priority"]),
         pipeline_depth=depth or random.choice([1, 2, 3]),
         watermark=random.choice([0.0, 0.01, 0.1]),
+        max_token_gap_factor=random.choice([0.0, 1.5]),
     )
     faults = _draw_faults(random)
     with_faults = not (faults.fail_forward or faults.fail_sample) and random.random() < 0.5

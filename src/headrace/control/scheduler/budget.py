@@ -4,6 +4,9 @@ from __future__ import annotations
 
 _FIRST_PROMPT_SHARE = 64
 _MEMORY = 0.2
+# A step may be held up by anything on the machine; what it teaches is bounded, so that one hiccup starves no prompt.
+_MAX_SURPRISE = 3.0
+_MAX_MIXED_STEPS = 64
 
 
 class StepBudget:
@@ -35,12 +38,19 @@ class StepBudget:
 class StepCost:
     """Learns what a step costs: a base for a step of running streams alone, and a price for each prompt token.
 
-    Pure: it sees durations and counts, never a clock. Recent steps weigh more.
+    Pure: it sees durations and counts, never a clock. Recent steps weigh more. The base is learnt only from steps
+    without prompts; after many steps with them `is_stale` asks for one without, which tells it anew.
     """
 
     def __init__(self) -> None:
         self._base_s: float | None = None
         self._per_token_s: float | None = None
+        self._num_mixed = 0
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether prompts have hidden for long what streams cost alone."""
+        return self._num_mixed >= _MAX_MIXED_STEPS
 
     def record(self, duration_s: float, num_prompt_tokens: int) -> None:
         """Learn from a step that took ``duration_s`` and computed ``num_prompt_tokens`` of prompt chunks."""
@@ -48,9 +58,15 @@ class StepCost:
             return
         if num_prompt_tokens == 0:
             self._base_s = _blend(self._base_s, duration_s)
+            self._num_mixed = 0
         else:
             extra = max(0.0, duration_s - (self._base_s or 0.0))
             self._per_token_s = _blend(self._per_token_s, extra / num_prompt_tokens)
+            self._num_mixed += 1
+
+    def scaled_gap(self, factor: float) -> float | None:
+        """Seconds of ``factor`` steps of streams alone; ``None`` while those are unknown."""
+        return None if self._base_s is None else factor * self._base_s
 
     def max_prompt_tokens(self, gap_s: float, at_least: int) -> int:
         """Prompt tokens that a step of at most ``gap_s`` has room for; never under ``at_least``, so prompts advance."""
@@ -61,4 +77,4 @@ class StepCost:
 
 
 def _blend(old: float | None, new: float) -> float:
-    return new if old is None else old + _MEMORY * (new - old)
+    return new if old is None else old + _MEMORY * (min(new, _MAX_SURPRISE * old) - old)

@@ -60,8 +60,7 @@ def _grant(state: SchedulerState, plan: StepPlan, request: Request, num_later: i
     if num_tokens <= 0:
         return
     if is_prompt:
-        budget.prompt -= num_tokens
-        plan.num_prompt_tokens += num_tokens
+        plan.take_prompt_tokens(num_tokens)
     budget.charge(num_tokens)
     end = computed + num_tokens
     # Drafts stand last: a grant that was cut short has fewer of them.
@@ -74,7 +73,7 @@ def _shorten(plan: StepPlan, num_tokens: int, num_later: int) -> int:
     if plan.defer_prompts:
         return 0
     left_for_others = plan.budget.room - num_later * (1 + plan.budget.draft_slots)
-    return min(num_tokens, plan.prompt_limit, plan.budget.prompt, max(1, left_for_others))
+    return min(num_tokens, plan.prompt_room, max(1, left_for_others))
 
 
 def _grow(state: SchedulerState, plan: StepPlan, request: Request, num_tokens: int) -> int:
@@ -166,14 +165,13 @@ def _count_outstanding(state: SchedulerState, request: Request) -> int:
 
 def _try_admit(state: SchedulerState, request: Request, plan: StepPlan, reserved: int) -> WaitReason | None:
     budget = plan.budget
-    limit = min(budget.room, budget.prompt, plan.prompt_limit)
+    limit = min(budget.room, plan.prompt_room)
     admission = Admission(state, request, limit, reserved, state.num_draft_tokens)
     reason = admission.attempt()
     if reason is None and admission.num_tokens:
         num_tokens = admission.num_tokens
         budget.charge(num_tokens)
-        budget.prompt -= num_tokens
-        plan.num_prompt_tokens += num_tokens
+        plan.take_prompt_tokens(num_tokens)
         end = request.num_computed_tokens + num_tokens
         plan.entries.append((request, num_tokens, end, end == request.num_tokens, 0))
     return reason

@@ -20,6 +20,8 @@ class StepPlan:
 
     Attributes:
         prompt_limit: most tokens of one prompt.
+        num_sharers: prompts that have yet to get their part of the share that streams leave to prompts; 0 shares
+            nothing out.
         defer_prompts: prompts get nothing in this step.
         short_of_blocks: a running request had to wait, or to take blocks from another one: nobody is admitted.
     """
@@ -30,20 +32,63 @@ class StepPlan:
     entries: list[Entry] = field(default_factory=list)
     new_block_ids: dict[str, BlockIds] = field(default_factory=dict)
     num_prompt_tokens: int = 0
+    num_sharers: int = 0
     short_of_blocks: bool = False
+
+    @property
+    def prompt_room(self) -> int:
+        """Most tokens that the next prompt may get."""
+        return min(self.prompt_limit, -(-self.budget.prompt // max(1, self.num_sharers)))
+
+    def take_prompt_tokens(self, num_tokens: int) -> None:
+        """Count a prompt's chunk."""
+        self.budget.prompt -= num_tokens
+        self.num_prompt_tokens += num_tokens
+        self.num_sharers -= 1
+
+
+# While streams run, prompts advance by at least this much in a step, whatever it costs.
+_LEAST_PROMPT_TOKENS = 4
+# From this many streams to a waiting prompt on, the limits of gaps hold to the letter.
+_STREAMS_PER_PROMPT = 4
+# More prompts than this do not advance side by side: all of them would end late.
+_MAX_SHARERS = 4
 
 
 def make_plan(state: SchedulerState, throttle_prefills: bool) -> StepPlan:
     """An empty step with its budgets."""
     section, running = state.section, state.running.requests
     budget = StepBudget(state.max_tokens, section.max_num_batched_tokens, state.num_draft_tokens, state.max_tokens)
-    has_streams = False
-    if throttle_prefills or section.max_token_gap_ms > 0.0:
-        has_streams = any(r.num_computed_tokens >= r.num_prompt_tokens for r in running)
-    if section.max_token_gap_ms > 0.0 and has_streams:
-        share = state.cost.max_prompt_tokens(section.max_token_gap_ms / 1e3, state.kv.block_size)
+    has_gap_limit = section.max_token_gap_ms > 0.0 or bool(section.max_token_gap_factor)
+    if not (throttle_prefills or has_gap_limit):
+        return StepPlan(budget, _get_prompt_limit(state, budget), defer_prompts=False)
+    num_prompts = sum(r.num_computed_tokens < r.num_prompt_tokens for r in running)
+    num_streams = len(running) - num_prompts
+    num_sharers = 0
+    if num_streams and has_gap_limit:
+        num_waiting = num_prompts + min(len(state.waiting), section.max_num_seqs - len(running))
+        share = _get_prompt_share(state, num_waiting / num_streams)
         budget.prompt = min(budget.prompt, share)
-    return StepPlan(budget, _get_prompt_limit(state, budget), throttle_prefills and has_streams)
+        num_sharers = min(num_waiting, _MAX_SHARERS)
+        throttle_prefills = throttle_prefills or state.cost.is_stale
+    limit = _get_prompt_limit(state, budget)
+    return StepPlan(budget, limit, throttle_prefills and num_streams > 0, num_sharers=num_sharers)
+
+
+def _get_prompt_share(state: SchedulerState, prompts_per_stream: float) -> int:
+    """Prompt tokens that keep the gap between the streams' tokens within its limits.
+
+    The factor speaks for streams that outnumber prompts: where many wait for their first token beside few streams, what
+    they may take grows in proportion, for then waiting costs more people more.
+    """
+    section, cost = state.section, state.cost
+    limits = [section.max_token_gap_ms / 1e3] if section.max_token_gap_ms > 0.0 else []
+    if section.max_token_gap_factor:
+        factor = 1.0 + (section.max_token_gap_factor - 1.0) * max(1.0, _STREAMS_PER_PROMPT * prompts_per_stream)
+        if (scaled := cost.scaled_gap(factor)) is not None:
+            limits.append(scaled)
+    # Before any step of streams alone there is no measure: the least that advances.
+    return cost.max_prompt_tokens(min(limits, default=0.0), min(_LEAST_PROMPT_TOKENS, state.kv.block_size))
 
 
 def _get_prompt_limit(state: SchedulerState, budget: StepBudget) -> int:

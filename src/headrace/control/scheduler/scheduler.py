@@ -158,6 +158,10 @@ class Scheduler:
         transfers.expire(state)
         plan = make_plan(state, throttle_prefills)
         running_pass(state, plan, only)
+        if plan.defer_prompts and not plan.entries:
+            # No stream could go on: there is nobody to spare.
+            plan.defer_prompts = False
+            running_pass(state, plan, only)
         if only is None and not plan.short_of_blocks:
             waiting_pass(state, plan)
             ensure_progress(state, plan)

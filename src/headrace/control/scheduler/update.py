@@ -17,7 +17,7 @@ from headrace.messages.runner_output import ModelRunnerOutput, TokenLogprobs
 
 def commit_step(state: SchedulerState, step: InFlightStep, output: ModelRunnerOutput) -> None:
     """Apply a step's results; outputs for clients go to the outbox."""
-    _learn_cost(state, step, output)
+    _learn_cost(state, step)
     if output.connector is not None:
         apply_connector_output(state, output.connector)
     state.kv.release_fenced(step.step_id)
@@ -59,14 +59,9 @@ def commit_step(state: SchedulerState, step: InFlightStep, output: ModelRunnerOu
     state.totals.generation_tokens += num_steady
 
 
-def _learn_cost(state: SchedulerState, step: InFlightStep, output: ModelRunnerOutput) -> None:
-    stats = output.stats
-    if stats is not None and stats.forward_s > 0.0:
-        duration = stats.prepare_s + stats.forward_s + stats.sample_s
-    else:
-        # With several steps in flight a step begins when the one before it ends.
-        duration = state.now - max(step.scheduled_at, state.last_commit)
-    state.cost.record(duration, step.num_prompt_tokens)
+def _learn_cost(state: SchedulerState, step: InFlightStep) -> None:
+    """What counts is what streams feel: from one commit to the next, or from the decision when nothing was in flight."""
+    state.cost.record(state.now - max(step.scheduled_at, state.last_commit), step.num_prompt_tokens)
     state.last_commit = state.now
 
 
