@@ -87,8 +87,14 @@ async def start_server(auto: bool = True, settings: dict[str, Any] | None = None
     metrics = EngineMetrics(MODEL, MAX_LEN)
     llm = AsyncLLM(core, config, tokenizer, chat_template=ChatTemplate(TEMPLATE, {}), observer=metrics)
     await llm.start()
-    server_options = ServerOptions(port=0, **options)
-    context = ServerContext(llm, MODEL, server_options, metrics)
+    context = ServerContext(llm, MODEL, ServerOptions(port=0, **options), metrics)
+    http, url, end = await listen(context)
+    return Service(http, core, llm, context, tokenizer, url, answer, end)
+
+
+async def listen(context: ServerContext) -> tuple[httpx.AsyncClient, str, Callable[[], Awaitable[None]]]:
+    """Serve in this event loop; returns a client, the address, and what ends both and the engine."""
+    server_options = context.options
     listener = bind(server_options)
     server = make_http_server(make_app(context), server_options)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
@@ -97,7 +103,7 @@ async def start_server(auto: bool = True, settings: dict[str, Any] | None = None
 
     async def end() -> None:
         await http.aclose()
-        await llm.shutdown()
+        await context.llm.shutdown()
         # Not by its flag and its own shutdown, which both sleep for a tenth of a second.
         serving.cancel()
         await asyncio.gather(serving, return_exceptions=True)
@@ -112,7 +118,7 @@ async def start_server(auto: bool = True, settings: dict[str, Any] | None = None
     while not server.started:
         assert not serving.done(), serving.exception()
         await asyncio.sleep(0)
-    return Service(http, core, llm, context, tokenizer, url, answer, end)
+    return http, url, end
 
 
 def events_of(text: str) -> tuple[list[dict[str, Any]], bool]:
