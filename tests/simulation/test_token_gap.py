@@ -36,7 +36,7 @@ class Run:
             **settings,
         )
         cost = StepCost(PER_STEP_S, PER_TOKEN_S)
-        self.core = EngineCore(config, SimulatedExecutor(config, clock=self.clock, cost=cost), self.clock)
+        self.core = EngineCore(config, SimulatedExecutor(config, clock=self.clock, cost=cost, lazy=True), self.clock)
         self.times: dict[str, list[float]] = defaultdict(list)
         self.arrivals: dict[str, float] = {}
 
@@ -133,9 +133,10 @@ def test_a_hiccup_teaches_little_and_stale_costs_are_measured_anew() -> None:
     before = cost.max_prompt_tokens(0.015, 1)
     cost.record(5.0, 10)
     assert cost.max_prompt_tokens(0.015, 1) > before / 2
-    assert not cost.is_stale
+    assert not cost.is_stale(1) and cost.is_stale(2)
     for _ in range(64):
         cost.record(0.02, 10)
-    assert cost.is_stale
-    cost.record(0.01, 0)
-    assert not cost.is_stale and cost.scaled_gap(2.0) == pytest.approx(0.02)
+    assert cost.is_stale(1)
+    cost.record(0.03, 0, 3)
+    assert not cost.is_stale(3) and cost.is_stale(1)
+    assert cost.scaled_gap(2.0) == pytest.approx(0.06)

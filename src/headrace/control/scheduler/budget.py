@@ -7,6 +7,7 @@ _MEMORY = 0.2
 # A step may be held up by anything on the machine; what it teaches is bounded, so that one hiccup starves no prompt.
 _MAX_SURPRISE = 3.0
 _MAX_MIXED_STEPS = 64
+_MAX_GROWTH = 1.5
 
 
 class StepBudget:
@@ -39,30 +40,31 @@ class StepCost:
     """Learns what a step costs: a base for a step of running streams alone, and a price for each prompt token.
 
     Pure: it sees durations and counts, never a clock. Recent steps weigh more. The base is learnt only from steps
-    without prompts; after many steps with them `is_stale` asks for one without, which tells it anew.
+    without prompts; `is_stale` asks for one when many had prompts, or when there are far more or fewer streams now.
     """
 
     def __init__(self) -> None:
         self._base_s: float | None = None
         self._per_token_s: float | None = None
+        self._num_streams = 1
         self._num_mixed = 0
 
-    @property
-    def is_stale(self) -> bool:
-        """Whether prompts have hidden for long what streams cost alone."""
-        return self._num_mixed >= _MAX_MIXED_STEPS
+    def is_stale(self, num_streams: int) -> bool:
+        """Whether it is not known what ``num_streams`` cost alone."""
+        grown = not self._num_streams / _MAX_GROWTH <= num_streams <= self._num_streams * _MAX_GROWTH
+        return grown or self._num_mixed >= _MAX_MIXED_STEPS
 
-    def record(self, duration_s: float, num_prompt_tokens: int) -> None:
+    def record(self, duration_s: float, num_prompt_tokens: int, num_requests: int = 1) -> None:
         """Learn from a step that took ``duration_s`` and computed ``num_prompt_tokens`` of prompt chunks."""
         if duration_s <= 0.0:
             return
-        if num_prompt_tokens == 0:
-            self._base_s = _blend(self._base_s, duration_s)
-            self._num_mixed = 0
-        else:
+        if num_prompt_tokens:
             extra = max(0.0, duration_s - (self._base_s or 0.0))
             self._per_token_s = _blend(self._per_token_s, extra / num_prompt_tokens)
             self._num_mixed += 1
+        else:
+            self._base_s = duration_s if self.is_stale(num_requests) else _blend(self._base_s, duration_s)
+            self._num_streams, self._num_mixed = num_requests, 0
 
     def scaled_gap(self, factor: float) -> float | None:
         """Seconds of ``factor`` steps of streams alone; ``None`` while those are unknown."""

@@ -70,7 +70,7 @@ def make_plan(state: SchedulerState, throttle_prefills: bool) -> StepPlan:
         share = _get_prompt_share(state, num_waiting / num_streams)
         budget.prompt = min(budget.prompt, share)
         num_sharers = min(num_waiting, _MAX_SHARERS)
-        throttle_prefills = throttle_prefills or state.cost.is_stale
+        throttle_prefills = throttle_prefills or state.cost.is_stale(num_streams)
     limit = _get_prompt_limit(state, budget)
     return StepPlan(budget, limit, throttle_prefills and num_streams > 0, num_sharers=num_sharers)
 

@@ -60,8 +60,9 @@ def commit_step(state: SchedulerState, step: InFlightStep, output: ModelRunnerOu
 
 
 def _learn_cost(state: SchedulerState, step: InFlightStep) -> None:
-    """What counts is what streams feel: from one commit to the next, or from the decision when nothing was in flight."""
-    state.cost.record(state.now - max(step.scheduled_at, state.last_commit), step.num_prompt_tokens)
+    """What counts is what streams feel: from commit to commit, or from the decision when nothing was in flight."""
+    duration_s = state.now - max(step.scheduled_at, state.last_commit)
+    state.cost.record(duration_s, step.num_prompt_tokens, len(step.entries))
     state.last_commit = state.now
 
 
