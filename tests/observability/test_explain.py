@@ -236,3 +236,17 @@ def test_gaps_count_as_unattributed() -> None:
 def test_every_miss_has_words() -> None:
     for reason, words in MISSES.items():
         assert words.format(step=1, token=2, other="x"), reason
+
+
+async def test_counters_equal_the_clients_sums_after_preemptions(start: StartLive) -> None:
+    live = await start(step_s=0.001, num_kv_blocks=40, max_model_len=120, watermark=0.0)
+    replies = await asyncio.gather(*(live.complete(f"p{n}", prompt=chr(97 + n) * 50, max_tokens=60) for n in range(6)))
+    await asyncio.sleep(0.3)
+    usages = [reply.json()["usage"] for reply in replies]
+    lines = (await live.http.get("/metrics")).text.splitlines()
+    values = {line.split("{")[0]: float(line.rsplit(" ", 1)[1]) for line in lines if not line.startswith("#")}
+    assert values["vllm:num_preemptions_total"] > 0
+    assert values["headrace:recompute_tokens_total"] > 0
+    assert values["vllm:generation_tokens_total"] == sum(usage["completion_tokens"] for usage in usages)
+    assert values["vllm:prompt_tokens_total"] == sum(usage["prompt_tokens"] for usage in usages)
+    assert any(line.startswith("headrace:step_phase_seconds_total{") and 'phase="forward"' in line for line in lines)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from random import Random
@@ -147,9 +148,13 @@ def test_the_cache_is_rebuilt(tmp_path: Path, subscribe: Subscribe, encoding: st
     work(core, 5)
     assert core.core.perform(ResetPrefixCache())
     work(core, 6)
-    late.catch_up()
     pool = core.core.scheduler.kv.pool
-    assert late.blocks.keys() == {number_of(h, hashes) for h in pool.findable(0)}
+    expected = {number_of(h, hashes) for h in pool.findable(0)}
+    # The last batches may still be on their way to the publisher's thread.
+    deadline = time.monotonic() + 5
+    while late.blocks.keys() != expected and time.monotonic() < deadline:
+        late.catch_up()
+    assert late.blocks.keys() == expected
     assert pool.num_evicted > 0
     core.core.shutdown()
 

@@ -187,3 +187,22 @@ def test_stats_line() -> None:
     clock.advance(10)
     assert "running 0" in (log.line() or "")
     assert log.line() is None
+
+
+def test_where_time_went() -> None:
+    metrics = make_metrics()
+    metrics.stats_arrived(
+        SchedulerStats(
+            phase_seconds={"forward": 1.5},
+            cause_seconds={"waiting_no_blocks": 2.0},
+            graph_steps={"FULL": 7},
+            num_waiting=3,
+            waiting_reasons={"no_blocks": 1, "remote_kvs": 2},
+        )
+    )
+    seen = samples(metrics)
+    assert seen["headrace:step_phase_seconds_total,phase=forward"] == 1.5
+    assert seen["headrace:cause_seconds_total,cause=waiting_no_blocks"] == 2.0
+    assert seen["headrace:graph_steps_total,mode=FULL"] == 7
+    assert seen["vllm:num_requests_waiting_by_reason,reason=capacity"] == 1
+    assert seen["vllm:num_requests_waiting_by_reason,reason=deferred"] == 2

@@ -299,7 +299,7 @@ class EngineCore:
         if self._has_news and (idle or now >= self._stats_due):
             self._has_news = False
             self._stats_due = now + STATS_INTERVAL_S
-            self._outbox.set_stats(0, self.scheduler.make_stats())
+            self._outbox.set_stats(0, self._recorder.add_totals(self.scheduler.make_stats()))
         outputs = self._outbox.take()
         self._recorder.on_output(self._clock.monotonic())
         for act in self._after_step:
@@ -363,7 +363,7 @@ class EngineCore:
     def _query(self, request: Query) -> Any:
         topics: dict[str, Callable[[], Any]] = {
             "state": self._describe_state,
-            "stats": lambda: to_builtins(self.scheduler.make_stats()),
+            "stats": lambda: to_builtins(self._recorder.add_totals(self.scheduler.make_stats())),
             "config": lambda: to_builtins(self.config),
             "attention": lambda: {"chosen": self.ready.attention, "refused": self._refused_attention},
         }

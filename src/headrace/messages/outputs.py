@@ -46,7 +46,11 @@ class EngineCoreOutput(msgspec.Struct, kw_only=True, omit_defaults=True, gc=Fals
 
 
 class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Live state and running totals of the scheduler; totals count since start."""
+    """Live state and running totals of the scheduler; totals count since start.
+
+    ``phase_seconds`` are parts of steps, ``cause_seconds`` is the time of requests by what it went to, ``graph_steps``
+    counts steps by graph mode.
+    """
 
     num_running: int = 0
     num_waiting: int = 0
@@ -59,6 +63,9 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     prefix_hits: int = 0
     recompute_tokens: int = 0
     waiting_reasons: dict[str, int] = {}
+    phase_seconds: dict[str, float] = {}
+    cause_seconds: dict[str, float] = {}
+    graph_steps: dict[str, int] = {}
 
 
 class ControlReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -30,7 +30,7 @@ _STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 _SMALL = (1, 2, 5, 10, 20)
 _REASONS = ("stop", "length", "abort", "error")
 # Causes of waiting that more capacity would not cure at once; everything else counts as a lack of capacity.
-_DEFERRED = frozenset({"grammar", "remote_kv", "remote kv", "bypassed"})
+_DEFERRED = frozenset({"grammar", "remote_kvs", "external_hit", "steps_in_flight"})
 
 
 @dataclass(slots=True)
@@ -207,6 +207,15 @@ class EngineMetrics(Collector):
         for reason, count in stats.waiting_reasons.items():
             waiting.add_metric([*self._base.values(), reason], count)
         yield waiting
+        for name, help_text, label, values in (
+            ("headrace:step_phase_seconds", "Time of steps by phase.", "phase", stats.phase_seconds),
+            ("headrace:cause_seconds", "Time of requests by what it went to.", "cause", stats.cause_seconds),
+            ("headrace:graph_steps", "Steps by graph mode.", "mode", stats.graph_steps),
+        ):
+            labelled = Counter(name, help_text, label)
+            for value, amount in values.items():
+                labelled.add(amount, value)
+            yield labelled.family(self._base)
         for name, help_text, total in (
             ("vllm:num_preemptions", "Preemptions.", stats.num_preemptions),
             ("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", stats.prefix_queries),

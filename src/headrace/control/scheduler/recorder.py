@@ -7,7 +7,7 @@ from enum import Enum
 from typing import Protocol
 
 from headrace.control.kv_cache.hashing import HashChain
-from headrace.messages.outputs import FinishReason
+from headrace.messages.outputs import FinishReason, SchedulerStats
 from headrace.messages.requests import EngineCoreRequest
 from headrace.messages.runner_output import StepStats
 from headrace.messages.scheduler_output import SchedulerOutput
@@ -87,6 +87,10 @@ class StepRecorder(Protocol):
         """The outputs of the latest step are ready to leave."""
         ...
 
+    def add_totals(self, stats: SchedulerStats) -> SchedulerStats:
+        """The statistics with what was recorded since start."""
+        ...
+
     def on_finished(self, request_id: str, reason: FinishReason, num_output_tokens: int, now: float) -> None:
         """A request ended."""
         ...
@@ -131,6 +135,9 @@ class NullStepRecorder:
 
     def on_output(self, now: float) -> None:
         return None
+
+    def add_totals(self, stats: SchedulerStats) -> SchedulerStats:
+        return stats
 
     def on_finished(self, request_id: str, reason: FinishReason, num_output_tokens: int, now: float) -> None:
         return None

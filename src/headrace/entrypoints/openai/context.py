@@ -38,6 +38,7 @@ class ServerContext:
         self.started = int(time.time())
         self.draining = False
         self.num_in_flight = 0
+        self.start_up_ms: dict[str, float] = {}
         template = llm.chat_template.source if llm.chat_template is not None else ""
         self.tool_format = get_tool_format(llm.config.model.tool_call_parser, template)
         self.reasoning_format = get_reasoning_format(llm.config.model.reasoning_parser, template)

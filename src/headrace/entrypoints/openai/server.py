@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from headrace.base.errors import ConfigError, EngineDeadError
 from headrace.base.logging import get_logger
+from headrace.base.start_time import seconds_since_start
 from headrace.config.sections import EngineConfig
 from headrace.entrypoints.openai.options import ServerOptions
 
@@ -57,15 +58,16 @@ def run_server(
         ConfigError: the port is taken, TLS files are unusable, or a setting cannot work.
         ModelFileError: the model cannot be loaded.
     """
-    started = time.monotonic()
+    started = time.monotonic() - seconds_since_start()
     check_tls(options)
     listener = bind(options)
     try:
+        setup_ms = 1e3 * (time.monotonic() - started)
         client = make_core(config)
         import uvloop
 
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(_serve(config, options, listener, client, started))
+            return runner.run(_serve(config, options, listener, client, StartUp(started, setup_ms)))
     finally:
         listener.close()
 
@@ -104,7 +106,7 @@ def check_tls(options: ServerOptions) -> None:
 
 
 async def _serve(
-    config: EngineConfig, options: ServerOptions, listener: socket.socket, client: EngineCoreClient, started: float
+    config: EngineConfig, options: ServerOptions, listener: socket.socket, client: EngineCoreClient, start_up: StartUp
 ) -> int:
     signals = _Signals()
     starting = asyncio.ensure_future(_start(config, options, client))
@@ -117,7 +119,8 @@ async def _serve(
             logger.info("stopped while starting")
             return 0
         context = starting.result()
-        return await _Service(context, options, listener, signals, config.observability.stats_interval_s).run(started)
+        start_up.engine_is_ready(context.llm.ready.phases_ms)
+        return await _Service(context, options, listener, signals, config.observability.stats_interval_s).run(start_up)
     finally:
         starting.cancel()
         with suppress(asyncio.CancelledError, Exception):
@@ -143,6 +146,39 @@ async def _start(config: EngineConfig, options: ServerOptions, client: EngineCor
     }
     metrics.attach(cache, lambda: llm.progress_age_s)
     return ServerContext(llm, name, options, metrics)
+
+
+class StartUp:
+    """The time to ready, in phases that follow each other without a gap.
+
+    Args:
+        started: `time.monotonic` when the process was made.
+        setup_ms: up to here: the interpreter, imports, the configuration, the model's download.
+    """
+
+    def __init__(self, started: float, setup_ms: float) -> None:
+        self._started = started
+        self.phases_ms = {"setup": setup_ms}
+        self._engine_ms: dict[str, float] = {}
+
+    @property
+    def seconds(self) -> float:
+        """Since the process was made."""
+        return time.monotonic() - self._started
+
+    def engine_is_ready(self, phases_ms: dict[str, float]) -> None:
+        """The core can serve; it took these phases, which the time since ``setup`` contains."""
+        self._engine_ms = phases_ms
+        self.phases_ms["engine"] = 1e3 * self.seconds - self.phases_ms["setup"]
+
+    def listens(self) -> None:
+        """The port answers."""
+        self.phases_ms["listen"] = 1e3 * self.seconds - sum(self.phases_ms.values())
+
+    def __str__(self) -> str:
+        parts = [f"{name} {ms:.0f}" for name, ms in self.phases_ms.items()]
+        inner = ", ".join(f"{name} {ms:.0f}" for name, ms in self._engine_ms.items())
+        return f"start-up in ms: {', '.join(parts)}; inside engine: {inner or 'not told'}"
 
 
 class _Signals:
@@ -176,7 +212,7 @@ class _Service:
         self._signals = signals
         self._stats_interval_s = stats_interval_s
 
-    async def run(self, started: float) -> int:
+    async def run(self, start_up: StartUp) -> int:
         """Serve; returns the exit status."""
         from headrace.entrypoints.openai.app import make_app
 
@@ -186,7 +222,10 @@ class _Service:
         try:
             while not server.started and not serving.done():
                 await asyncio.sleep(POLL_S)
-            self._say_ready(time.monotonic() - started)
+            start_up.listens()
+            self._context.start_up_ms = start_up.phases_ms
+            logger.info("%s", start_up)
+            self._say_ready(start_up.seconds)
             return await self._until_end(server, serving)
         finally:
             await self._stop_http(server, serving)

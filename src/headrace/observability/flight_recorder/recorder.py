@@ -13,7 +13,9 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Mapping
 
-from headrace.messages.outputs import FinishReason
+from msgspec.structs import replace
+
+from headrace.messages.outputs import FinishReason, SchedulerStats
 from headrace.messages.requests import EngineCoreRequest
 from headrace.messages.runner_output import StepStats
 from headrace.messages.scheduler_output import SchedulerOutput
@@ -218,6 +220,15 @@ class FlightRecorder:
         totals = self.phase_totals
         for name, seconds in zip(PHASES, record.phases, strict=True):
             totals[name] += seconds
+
+    def add_totals(self, stats: SchedulerStats) -> SchedulerStats:
+        """The statistics with what was recorded since start."""
+        return replace(
+            stats,
+            phase_seconds=dict(self.phase_totals),
+            cause_seconds=dict(self.cause_totals),
+            graph_steps=dict(self.graph_modes),
+        )
 
     def _note_chunks(self, record: StepRecord, granted: Mapping[str, int]) -> None:
         for request_id, remaining in list(self._prefilling.items()):
