@@ -188,9 +188,10 @@ class LLGuidanceMatcher:
 
 
 class CompiledGrammar:
-    """A grammar at the start of a text, never advanced itself."""
+    """A grammar at the start of a text, never advanced itself; ``first`` is the mask there."""
 
-    def __init__(self, matcher: LLMatcher, tokenizer: GrammarTokenizer, bounds_runs: bool) -> None:
+    def __init__(self, matcher: LLMatcher, tokenizer: GrammarTokenizer, bounds_runs: bool, first: np.ndarray) -> None:
+        self.first = first
         self._matcher = matcher
         self._tokenizer = tokenizer
         self._bounds_runs = bounds_runs
@@ -226,12 +227,13 @@ def compile_grammar(params: StructuredOutputParams, tokenizer: GrammarTokenizer)
     if matcher.get_grammar_warnings():
         raise GrammarError(explain(matcher.get_grammar_warnings()[0]))
     probe = matcher.deep_copy()
-    probe.compute_bitmask()
+    first = np.zeros(tokenizer.num_words, dtype=np.int32)
+    probe.unsafe_compute_mask_ptr(first.ctypes.data, first.nbytes)
     if probe.is_error():
         if probe.get_error().startswith("NoExtension"):
             raise GrammarError("no text can satisfy it")
         raise GrammarError(explain(probe.get_error()))
-    return CompiledGrammar(matcher, tokenizer, bounds_runs=params.json is not None or params.json_object)
+    return CompiledGrammar(matcher, tokenizer, params.json is not None or params.json_object, first)
 
 
 def explain(text: str) -> str:
@@ -276,6 +278,12 @@ class GrammarCompilation:
     def get_error(self) -> str | None:
         """Why there is no grammar."""
         return str(self._outcome) if isinstance(self._outcome, GrammarError) else None
+
+    def may_begin_with(self, token_id: int) -> bool:
+        """Whether a text can begin with a token; never with one that is out of range."""
+        assert isinstance(self._outcome, CompiledGrammar)
+        words = self._outcome.first
+        return 0 <= token_id < 32 * len(words) and bool(words[token_id >> 5] >> (token_id & 31) & 1)
 
     def make_matcher(self) -> LLGuidanceMatcher:
         """A matcher at the start of a text."""

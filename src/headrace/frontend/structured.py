@@ -99,6 +99,10 @@ def _finish(
     error = compilation.get_error()
     if error is not None:
         raise InvalidRequestError(f"{param}: {error}", param=param, code="invalid_grammar")
+    allowed = params.allowed_token_ids
+    if allowed is not None and not any(map(compilation.may_begin_with, allowed)):
+        message = f"allowed_token_ids and {param} together forbid every token"
+        raise InvalidRequestError(message, param="allowed_token_ids")
     return msgspec.structs.replace(params, structured_outputs=cleaned)
 
 

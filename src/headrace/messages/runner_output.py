@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
+NO_TOKEN_LEFT = "the request's constraints leave no token to choose from"
+"""The error of a row whose masks together forbid every token; the request is at fault, not the engine."""
+
 
 class TokenLogprobs(msgspec.Struct, frozen=True):
     """Log-probabilities at one position: the token itself first, then the best ones in falling order.

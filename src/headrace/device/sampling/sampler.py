@@ -21,7 +21,7 @@ from headrace.device.sampling.draw import draw_token
 from headrace.device.sampling.filters import surviving_ids
 from headrace.device.sampling.logprobs import make_token_logprobs
 from headrace.device.sampling.rows import NO_LOGPROBS, RowExtras, SamplingRows
-from headrace.messages.runner_output import TokenLogprobs
+from headrace.messages.runner_output import NO_TOKEN_LEFT, TokenLogprobs
 
 logger = get_logger(__name__)
 
@@ -117,7 +117,7 @@ class Sampler:
             self._apply_extras(x, extras, index, position)
         best = int(x.argmax())
         if x[best] == -np.inf:
-            raise RowError("the request's constraints leave no token to choose from")
+            raise RowError(NO_TOKEN_LEFT)
         if self._rows.temperature[index] == 0.0:
             return best
         return self._draw(x, x[best], index, position)

@@ -12,9 +12,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from headrace.base.errors import RequestFailedError
-from headrace.entrypoints.openai.protocol import GenerationFields, Usage, make_usage
+from headrace.base.errors import InvalidRequestError, RequestFailedError
+from headrace.entrypoints.openai.protocol import DeliveryFields, Usage, make_usage
 from headrace.messages.request_output import CompletionOutput, RequestOutput
+from headrace.messages.runner_output import NO_TOKEN_LEFT
 from headrace.messages.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ class Work:
     answer_id: str
     prompts: list[PromptTokens]
     sampling: SamplingParams
-    body: GenerationFields
+    body: DeliveryFields
 
     async def run(self, context: ServerContext) -> AsyncGenerator[Item, None]:
         """Yield ``(index of the prompt, output)`` as outputs arrive."""
@@ -113,6 +114,8 @@ class UsageCounter:
 
 
 def check_output(output: CompletionOutput) -> None:
-    """Raise `RequestFailedError` for an answer that ended with an error."""
+    """Raise for an answer that ended with an error: the request's own fault, or the engine's."""
     if output.finish_reason == "error":
+        if output.error == NO_TOKEN_LEFT:
+            raise InvalidRequestError(NO_TOKEN_LEFT, code="no_token_left")
         raise RequestFailedError(output.error or "the request failed inside the engine")

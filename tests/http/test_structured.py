@@ -1,0 +1,108 @@
+"""Structured outputs over HTTP: what reaches the core, and what is refused before any token."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from headrace.messages.outputs import EngineCoreOutput, EngineCoreOutputs, FinishReason
+from headrace.messages.runner_output import NO_TOKEN_LEFT
+from headrace.messages.sampling_params import StructuredOutputParams
+from tests.http.conftest import StartService
+from tests.http.test_refusals import BODIES, CHAT, COMPLETION, refused
+from tests.http_service import Service
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+
+
+def as_format(schema: Any) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, "strict": True}}
+
+
+@pytest.mark.parametrize("path", [COMPLETION, CHAT])
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"response_format": {"type": "text"}}, None),
+        ({"structured_outputs": {}}, None),
+        ({"response_format": {"type": "json_object"}}, {"json_object": True}),
+        ({"response_format": as_format(SCHEMA)}, {"json": json.dumps(SCHEMA)}),
+        ({"response_format": as_format(True)}, {"json": "true"}),
+        ({"structured_outputs": {"json": SCHEMA}}, {"json": json.dumps(SCHEMA)}),
+        ({"structured_outputs": {"json": json.dumps(SCHEMA)}}, {"json": json.dumps(SCHEMA)}),
+        ({"structured_outputs": {"json_object": True}}, {"json_object": True}),
+        ({"structured_outputs": {"regex": "a+", "choice": None}}, {"regex": "a+"}),
+        ({"structured_outputs": {"choice": ["a", "é"]}}, {"choice": ("a", "é")}),
+        ({"structured_outputs": {"grammar": 'start: "a"'}}, {"grammar": 'start: "a"'}),
+    ],
+)
+async def test_what_reaches_the_core(
+    service: Service, path: str, fields: dict[str, Any], expected: dict[str, Any] | None
+) -> None:
+    reply = await service.http.post(path, json={**BODIES[path], **fields})
+    assert reply.status_code == 200, reply.text
+    wanted = None if expected is None else StructuredOutputParams(**expected)
+    assert service.core.added[-1].sampling.structured_outputs == wanted
+
+
+@pytest.mark.parametrize("path", [COMPLETION, CHAT])
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("fields", "param", "word"),
+    [
+        ({"response_format": 5}, "response_format.type", "json_object"),
+        ({"response_format": {"type": "xml"}}, "response_format.type", "json_schema"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "schema"),
+        ({"response_format": as_format([])}, "response_format.json_schema.schema", "object"),
+        ({"response_format": as_format({"$ref": "#"})}, "response_format.json_schema.schema", "$ref"),
+        ({"response_format": as_format({"$ref": "#/$defs/missing"})}, "response_format.json_schema.schema", "$ref"),
+        ({"response_format": as_format({"not": {}})}, "response_format.json_schema.schema", "not supported: not"),
+        ({"response_format": as_format({"type": "string", "pattern": "(?=a)b"})}, "response_format.json_schema.schema",
+         "look-around"),
+        ({"response_format": as_format({"type": "integer", "minimum": 9, "maximum": 3})},
+         "response_format.json_schema.schema", "minimum"),
+        ({"structured_outputs": 5}, "structured_outputs", "object"),
+        ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs", "exactly one"),
+        ({"structured_outputs": {"regex": ""}}, "structured_outputs.regex", "text"),
+        ({"structured_outputs": {"regex": "["}}, "structured_outputs.regex", "regular expression"),
+        ({"structured_outputs": {"regex": "a" * 200_000}}, "structured_outputs.regex", "longer"),
+        ({"structured_outputs": {"choice": []}}, "structured_outputs.choice", "texts"),
+        ({"structured_outputs": {"json": "{"}}, "structured_outputs.json", "JSON"),
+        ({"structured_outputs": {"json": 5}}, "structured_outputs.json", "object"),
+        ({"structured_outputs": {"grammar": "nonsense"}}, "structured_outputs.grammar", ""),
+        ({"structured_outputs": {"structural_tag": {"a": 1}}}, "structured_outputs.structural_tag", "triggers"),
+        ({"structured_outputs": {"made_up": 1}}, "structured_outputs.made_up", "known"),
+        ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}}, "structured_outputs",
+         "both"),
+        ({"structured_outputs": {"regex": "a"}, "allowed_token_ids": [70, 71]}, "allowed_token_ids", "every token"),
+    ],
+)  # fmt: skip
+async def test_refused_before_any_token(
+    service: Service, path: str, stream: bool, fields: dict[str, Any], param: str, word: str
+) -> None:
+    """B056, B064, B065, B068."""
+    error = await refused(service, path, {**BODIES[path], **fields, "stream": stream})
+    assert error["param"] == param
+    assert word in error["message"]
+    assert service.core.added == []
+
+
+async def test_a_request_whose_masks_leave_nothing_is_its_own_fault(start_service: StartService) -> None:
+    """B056."""
+    service = await start_service(auto=False)
+    asking = asyncio.create_task(service.complete())
+    while not service.core.added:
+        await asyncio.sleep(0)
+    end = EngineCoreOutput(
+        request_id=service.core.added[0].request_id,
+        new_token_ids=[],
+        finish_reason=FinishReason.ERROR,
+        error=NO_TOKEN_LEFT,
+    )
+    service.core.send(EngineCoreOutputs(outputs=[end]))
+    reply = await asking
+    assert reply.status_code == 400
+    assert reply.json()["error"]["message"] == NO_TOKEN_LEFT
