@@ -337,12 +337,13 @@ class AsyncLLM:
         if request_ids and self._dead is None:
             self._spawn(self.client.abort(request_ids))
 
-    async def abort(self, request_id: str | Sequence[str]) -> None:
-        """End requests by the caller's ids; their streams get a last output with ``finish_reason`` ``abort``."""
+    async def abort(self, request_id: str | Sequence[str]) -> int:
+        """End requests by the caller's ids and return how many; their streams get a last output that says ``abort``."""
         wanted = {request_id} if isinstance(request_id, str) else set(request_id)
-        for group in self._processor.groups():
-            if group.external_id in wanted:
-                self._end(group, FinishReason.ABORT)
+        groups = [group for group in self._processor.groups() if group.external_id in wanted]
+        for group in groups:
+            self._end(group, FinishReason.ABORT)
+        return len(groups)
 
     async def control(self, request: AnyControl, timeout_s: float = 60.0) -> Any:
         """Send a control verb and return its reply."""

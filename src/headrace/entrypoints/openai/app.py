@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import headrace
 from headrace.base.errors import NotAcceptingError
-from headrace.entrypoints.openai import generate, insight, models, tokenize
+from headrace.entrypoints.openai import generate, insight, models, tokenize, tokens
 from headrace.entrypoints.openai.auth import OPEN_PATHS, KeyGuard
 from headrace.entrypoints.openai.context import ServerContext
 from headrace.entrypoints.openai.errors import ApiError, describe
@@ -32,6 +32,8 @@ from headrace.observability.metrics import CONTENT_TYPE
 Handler = Callable[[ServerContext, Request], Awaitable[Response]]
 
 CLIENT_GONE_STATUS = 499
+WHILE_DRAINING = frozenset({"/inference/v1/abort_requests"})
+"""What is posted and brings no new work."""
 
 
 def json_response(value: Any, status: int = 200) -> Response:
@@ -85,7 +87,7 @@ class Edge:
     def _check(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
         if not self._guard.allows(scope["path"], headers.get(b"authorization")):
             raise ApiError(401, "a valid API key is required in the Authorization header", code="invalid_api_key")
-        if self._context.draining and scope["method"] == "POST":
+        if self._context.draining and scope["method"] == "POST" and scope["path"] not in WHILE_DRAINING:
             raise NotAcceptingError("the server is shutting down and takes no new requests")
 
 
@@ -138,6 +140,10 @@ ROUTES: list[tuple[str, str, Handler]] = [
     ("GET", "/v1/models/{model:path}", models.get_model),
     ("POST", "/v1/completions", generate.complete),
     ("POST", "/v1/chat/completions", generate.chat),
+    ("POST", "/v1/completions/render", tokens.render_completion),
+    ("POST", "/v1/chat/completions/render", tokens.render_chat),
+    ("POST", "/inference/v1/generate", tokens.generate_tokens),
+    ("POST", "/inference/v1/abort_requests", tokens.abort_requests),
     ("GET", "/v1/requests", insight.list_requests),
     ("GET", "/v1/requests/{request_id}/explain", insight.explain),
     ("GET", "/v1/steps", insight.steps),

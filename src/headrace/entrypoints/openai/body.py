@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
@@ -13,6 +13,9 @@ from headrace.base.errors import InvalidRequestError
 from headrace.entrypoints.openai.errors import ApiError
 from headrace.entrypoints.openai.protocol import DECODERS
 from headrace.entrypoints.openai.sse import ClientGone
+
+if TYPE_CHECKING:
+    from headrace.entrypoints.openai.context import ServerContext
 
 BODY_TIMEOUT_S = 60.0
 
@@ -55,6 +58,12 @@ def check_content_type(request: Request) -> None:
     kind = content_type.partition(";")[0].strip().lower()
     if kind != "application/json" and not kind.endswith("+json"):
         raise ApiError(415, "the body must be JSON with Content-Type application/json")
+
+
+async def read(context: ServerContext, request: Request, kind: type[T]) -> T:
+    """Return a request's body as ``kind``, with all checks of this module."""
+    check_content_type(request)
+    return parse(await read_body(request, context.options.max_body), kind)
 
 
 def parse(data: bytes, kind: type[T]) -> T:

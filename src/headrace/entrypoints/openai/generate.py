@@ -13,11 +13,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from headrace.base.errors import InvalidRequestError
-from headrace.entrypoints.openai.body import check_content_type, parse, read_body
+from headrace.entrypoints.openai.body import read
 from headrace.entrypoints.openai.chat import ChatCall
 from headrace.entrypoints.openai.completions import CompletionCall
 from headrace.entrypoints.openai.context import ServerContext
-from headrace.entrypoints.openai.protocol import ChatRequest, CompletionRequest, GenerationFields
+from headrace.entrypoints.openai.protocol import ChatRequest, CompletionRequest
 from headrace.entrypoints.openai.sse import EventStream, until_hangup
 
 
@@ -35,32 +35,31 @@ class Call(Protocol):
 
 async def complete(context: ServerContext, request: Request) -> Response:
     """``POST /v1/completions``."""
-    check_content_type(request)
-    body = parse(await read_body(request, context.options.max_body), CompletionRequest)
-    call = await CompletionCall.prepare(context, body, _name(request, body))
-    return await _deliver(call, request, bool(body.stream))
+    body = await read(context, request, CompletionRequest)
+    call = await CompletionCall.prepare(context, body, name_request(request, body.request_id))
+    return await deliver(call, request, bool(body.stream))
 
 
 async def chat(context: ServerContext, request: Request) -> Response:
     """``POST /v1/chat/completions``."""
-    check_content_type(request)
-    body = parse(await read_body(request, context.options.max_body), ChatRequest)
-    call = await ChatCall.prepare(context, body, _name(request, body))
-    return await _deliver(call, request, bool(body.stream))
+    body = await read(context, request, ChatRequest)
+    call = await ChatCall.prepare(context, body, name_request(request, body.request_id))
+    return await deliver(call, request, bool(body.stream))
 
 
-def _name(request: Request, body: GenerationFields) -> str:
-    """The request's id: the body's, else the header's, else a new one."""
-    if body.request_id is not None:
+def name_request(request: Request, given: str | None) -> str:
+    """The request's id: the body's (``given``), else the header's, else a new one."""
+    if given is not None:
         # It travels in a response header too.
-        if not (body.request_id.isascii() and body.request_id.isprintable()):
+        if not (given.isascii() and given.isprintable()):
             raise InvalidRequestError("request_id must be printable ASCII text", param="request_id")
-        request.state.request_id = body.request_id
+        request.state.request_id = given
     name: str = request.state.request_id
     return name
 
 
-async def _deliver(call: Call, request: Request, stream: bool) -> Response:
+async def deliver(call: Call, request: Request, stream: bool) -> Response:
+    """Answer whole or as a stream."""
     if not stream:
         answer = await until_hangup(call.answer(), request.receive)
         return Response(msgspec.json.encode(answer), media_type="application/json")

@@ -7,14 +7,16 @@ values change nothing and are therefore accepted.
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta, Struct
 
-MAX_PROMPTS = 1024
+from headrace.messages.sampling_params import SamplingParams
+
 MAX_MESSAGES = 4096
 MAX_ID_CHARS = 128
+MAX_ABORTED = 4096
 MAX_SALT_CHARS = 128
 
 ClientId = Annotated[str, Meta(min_length=1, max_length=MAX_ID_CHARS)]
@@ -29,10 +31,21 @@ class StreamOptions(Struct, kw_only=True, forbid_unknown_fields=True):
     include_obfuscation: bool | None = None
 
 
-class GenerationFields(Struct, kw_only=True, forbid_unknown_fields=True):
-    """What every generating route takes."""
+class DeliveryFields(Struct, kw_only=True, forbid_unknown_fields=True):
+    """What every generating route takes beside the prompt and the sampling."""
 
     model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    priority: int | None = None
+    request_id: ClientId | None = None
+    cache_salt: Salt | None = None
+    kv_transfer_params: Any = None
+
+
+class GenerationFields(DeliveryFields, kw_only=True, forbid_unknown_fields=True):
+    """What the routes take that answer with text."""
+
     # sampling
     n: int | None = None
     temperature: float | None = None
@@ -56,14 +69,9 @@ class GenerationFields(Struct, kw_only=True, forbid_unknown_fields=True):
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
     # delivery
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     # engine
-    priority: int | None = None
-    request_id: ClientId | None = None
-    cache_salt: Salt | None = None
     add_special_tokens: bool | None = None
     # checked by `constraints`
     response_format: Any = None
@@ -75,7 +83,6 @@ class GenerationFields(Struct, kw_only=True, forbid_unknown_fields=True):
     service_tier: Any = None
     safety_identifier: Any = None
     prompt_cache_key: Any = None
-    kv_transfer_params: Any = None
     use_beam_search: Any = None
     length_penalty: Any = None
     truncate_prompt_tokens: Any = None
@@ -132,6 +139,37 @@ class ChatRequest(GenerationFields, kw_only=True, forbid_unknown_fields=True):
     web_search_options: Any = None
     documents: Any = None
     echo: Any = None
+
+
+GenerateSampling = msgspec.defstruct(
+    "GenerateSampling",
+    [
+        (one.name, one.type | msgspec.UnsetType, msgspec.UNSET)
+        if one.name == "max_tokens"
+        else (one.name, one.type | None, None)
+        for one in msgspec.structs.fields(SamplingParams)
+        if one.name != "output_kind"
+    ],
+    module=__name__,
+    kw_only=True,
+    forbid_unknown_fields=True,
+)
+"""The fields of `SamplingParams` as a body has them: absent or null is open, but a null ``max_tokens`` is the room."""
+
+
+class GenerateRequest(DeliveryFields, kw_only=True, forbid_unknown_fields=True):
+    """Body of ``/inference/v1/generate``."""
+
+    token_ids: list[int]
+    sampling_params: GenerateSampling | None = None  # type: ignore[valid-type]
+    output_mode: Literal["tokens", "text"] = "tokens"
+    features: dict[str, Any] | None = None
+
+
+class AbortRequest(Struct, kw_only=True, forbid_unknown_fields=True):
+    """Body of ``/inference/v1/abort_requests``."""
+
+    request_ids: Annotated[list[ClientId], Meta(max_length=MAX_ABORTED)]
 
 
 class TokenizeRequest(Struct, kw_only=True, forbid_unknown_fields=True):
@@ -199,6 +237,10 @@ def make_usage(
 REQUEST_BODIES: dict[str, type[Struct]] = {
     "/v1/completions": CompletionRequest,
     "/v1/chat/completions": ChatRequest,
+    "/v1/completions/render": CompletionRequest,
+    "/v1/chat/completions/render": ChatRequest,
+    "/inference/v1/generate": GenerateRequest,
+    "/inference/v1/abort_requests": AbortRequest,
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
 }

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from headrace.base.errors import InvalidRequestError
-from headrace.entrypoints.openai.protocol import GenerationFields
+from headrace.entrypoints.openai.protocol import DeliveryFields, GenerationFields
 from headrace.messages.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputParams
 
 DEFAULTABLE = frozenset({"temperature", "top_p", "top_k", "min_p", "repetition_penalty"})
@@ -75,7 +75,7 @@ def _parse_bias(biases: dict[str, float]) -> dict[int, float]:
     return {int(key): bias for key, bias in biases.items()}
 
 
-def check_stream_fields(body: GenerationFields) -> None:
+def check_stream_fields(body: DeliveryFields) -> None:
     """Refuse what contradicts the way of delivery."""
     if body.stream_options is not None and not body.stream:
         raise InvalidRequestError("stream_options needs stream: true", param="stream_options")
