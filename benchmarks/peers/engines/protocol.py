@@ -1,7 +1,7 @@
 """How the harness talks to an engine: JSON lines on standard input and output. Imported by every engine script.
 
-In: ``{"prompts": [[ids], …], "max_tokens": n}``. Out: ``{"seconds": s, "tokens": [[first ids], …]}``. The first line out
-is ``{"ready": description}``. Importing this module sends everything else that an engine prints to standard error.
+In: ``{"prompts": [[ids], …], "max_tokens": n}``. Out: ``{"seconds": s, "tokens": [[first ids], …]}``. The first line
+out is ``{"ready": description}``. Importing this module sends everything else that an engine prints to standard error.
 """
 
 import json
