@@ -11,28 +11,50 @@ HR_INLINE VF load_scale(const uint8_t* scales, int index) {
     else return load_f16((const uint16_t*)scales + index);
 }
 
-// One group of one row: the exact integer sum.
+// One row of one group of activations: constant offsets from here reach the rows below it.
+struct RowView {
+    const int8_t* q;
+    const float* scale;
+
+    HR_INLINE RowView at(const ActivationGroup* x, int row) { return {x->q[row], x->scale + row}; }
+    RowView next() const { return {q + sizeof(ActivationGroup), scale + sizeof(ActivationGroup) / sizeof(float)}; }
+    const int8_t* bytes(int r) const { return q + r * kGroup; }
+    float scale_of(int r) const { return scale[r]; }
+    float scaled_sum(int r) const { return scale[kTile + r]; }
+    int32_t correction(int r) const { return __builtin_bit_cast(int32_t, scale[2 * kTile + r]); }
+};
+
 template <Format format>
-HR_INLINE VI group_sum(const U (&w)[8], const ActivationGroup& x, int row) {
-    if constexpr (format == Format::I4) {
-        Dot4 d = Dot4::zero();
-        for (int i = 0; i < 8; ++i) d = Dot4::step(d, w[i], &x.q[row][4 * i]);
-        return Dot4::finish(d);
-    } else {
-        Dot8 d = Dot8::zero(x.correction[row]);
-        for (int i = 0; i < 8; ++i) d = Dot8::step(d, w[i], &x.q[row][4 * i]);
-        return Dot8::finish(d);
-    }
+struct DotOf {
+    using type = Dot8;
+};
+template <>
+struct DotOf<Format::I4> {
+    using type = Dot4;
+};
+
+// One group of some rows: the exact integer sums. The rows take turns, so that their chains overlap in a small window.
+template <Format format, int count>
+HR_INLINE void group_sums(const U (&w)[8], const RowView& x, int first, VI (&sums)[count]) {
+    using Dot = typename DotOf<format>::type;
+    Dot d[count];
+    for (int r = 0; r < count; ++r) d[r] = Dot::start(x.correction(first + r));
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; ++i)
+#pragma GCC unroll 8
+        for (int r = 0; r < count; ++r) d[r] = Dot::step(d[r], w[i], x.bytes(first + r) + 4 * i);
+    for (int r = 0; r < count; ++r) sums[r] = Dot::finish(d[r]);
 }
 
 // The two halves of a group apart. The correction covers the whole group, so it is made here for each half.
-HR_INLINE void half_sums(const U (&w)[8], const ActivationGroup& x, int row, VI& low, VI& high) {
+HR_INLINE void half_sums(const U (&w)[8], const RowView& x, int r, VI& low, VI& high) {
     int32_t sum = 0;
-    for (int i = 0; i < 16; ++i) sum += x.q[row][i];
-    Dot8 a = Dot8::zero(-128 * sum), b = Dot8::zero(x.correction[row] + 128 * sum);
+    for (int i = 0; i < 16; ++i) sum += x.bytes(r)[i];
+    Dot8 a = Dot8::start(-128 * sum), b = Dot8::start(x.correction(r) + 128 * sum);
+#pragma GCC unroll 4
     for (int i = 0; i < 4; ++i) {
-        a = Dot8::step(a, w[i], &x.q[row][4 * i]);
-        b = Dot8::step(b, w[4 + i], &x.q[row][4 * (4 + i)]);
+        a = Dot8::step(a, w[i], x.bytes(r) + 4 * i);
+        b = Dot8::step(b, w[4 + i], x.bytes(r) + 4 * (4 + i));
     }
     low = Dot8::finish(a);
     high = Dot8::finish(b);
@@ -41,17 +63,20 @@ HR_INLINE void half_sums(const U (&w)[8], const ActivationGroup& x, int row, VI&
 template <Format format>
 HR_INLINE void load_group(const uint8_t* bytes, U (&w)[8]) {
     if constexpr (format == Format::I4) {
+#pragma GCC unroll 4
         for (int i = 0; i < 4; ++i) {
             const U raw = uload(bytes + 64 * i);
             w[i] = low_nibbles(raw);
             w[4 + i] = high_nibbles(raw);
         }
     } else {
+#pragma GCC unroll 8
         for (int i = 0; i < 8; ++i) w[i] = Dot8::prepare(uload(bytes + 64 * i));
     }
 }
 
 constexpr int kPrefetchAhead = 2048;
+constexpr int kTurn = kManyRegisters ? 2 : 1;  // rows that take turns
 
 // `rows` rows of one tile, from `row`, times one panel: acc[rows][16].
 template <Format format, bool wide, int rows>
@@ -60,31 +85,38 @@ HR_KERNEL void int_tile(const uint8_t* panel, int groups, const ActivationGroup*
     for (int part = 0; part < 16; part += N) {
         VF acc[rows];
         for (int r = 0; r < rows; ++r) acc[r] = zero();
-        for (int g = 0; g < groups; ++g) {
-            const uint8_t* bytes = panel + g * stride + 4 * part;
+        RowView xg = RowView::at(x, row);
+        const uint8_t* bytes = panel + 4 * part;
+        const uint8_t* end = bytes + groups * stride;
+        for (; bytes != end; bytes += stride, xg = xg.next()) {
             if constexpr (rows <= 8) {
-                for (size_t line = 0; line < stride; line += 64 * (16 / N))
-                    prefetch(bytes + kPrefetchAhead + line);
+                for (size_t line = 0; line < stride; line += 64 * (16 / N)) prefetch(bytes + kPrefetchAhead + line);
             }
             U w[8];
             load_group<format>(bytes, w);
-            const uint8_t* s = panel + g * stride + group_bytes(format);
+            const uint8_t* s = bytes - 4 * part + group_bytes(format);
             const VF d = format == Format::I8G16 ? load((const float*)s + part) : load_scale<wide>(s, part);
             const VF second = format == Format::I8G16 ? load((const float*)s + 16 + part)
                               : has_min(format)       ? load_scale<wide>(s, 16 + part)
                                                       : zero();
-            const ActivationGroup& xg = x[g];
+            constexpr int turn = rows < kTurn ? rows : kTurn;
 #pragma GCC unroll 16
-            for (int r = 0; r < rows; ++r) {
-                const VF da = bcast(xg.scale[row + r]);
+            for (int r = 0; r < rows; r += turn) {
                 if constexpr (format == Format::I8G16) {
-                    VI low, high;
-                    half_sums(w, xg, row + r, low, high);
-                    acc[r] = fma(to_float(low), mul(d, da), acc[r]);
-                    acc[r] = fma(to_float(high), mul(second, da), acc[r]);
+                    for (int i = 0; i < turn; ++i) {
+                        VI low, high;
+                        half_sums(w, xg, r + i, low, high);
+                        acc[r + i] = fma(to_float(low), mul(d, bcast(xg.scale_of(r + i))), acc[r + i]);
+                        acc[r + i] = fma(to_float(high), mul(second, bcast(xg.scale_of(r + i))), acc[r + i]);
+                    }
                 } else {
-                    acc[r] = fma(to_float(group_sum<format>(w, xg, row + r)), mul(d, da), acc[r]);
-                    if constexpr (has_min(format)) acc[r] = fma(second, bcast(xg.scaled_sum[row + r]), acc[r]);
+                    VI sums[turn];
+                    group_sums<format>(w, xg, r, sums);
+#pragma GCC unroll 4
+                    for (int i = 0; i < turn; ++i) {
+                        acc[r + i] = fma(to_float(sums[i]), mul(d, bcast(xg.scale_of(r + i))), acc[r + i]);
+                        if constexpr (has_min(format)) acc[r + i] = fma(second, bcast(xg.scaled_sum(r + i)), acc[r + i]);
+                    }
                 }
             }
         }

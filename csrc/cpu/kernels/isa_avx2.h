@@ -89,7 +89,7 @@ HR_INLINE void prefetch_far(const void* p) { _mm_prefetch((const char*)p, _MM_HI
 
 struct Dot4 {
     __m256i s;  // int16 pairs: eight steps of at most 2 * 15 * 127 fit
-    HR_INLINE Dot4 zero() { return {_mm256_setzero_si256()}; }
+    HR_INLINE Dot4 start(int32_t) { return {_mm256_setzero_si256()}; }
     HR_INLINE Dot4 step(Dot4 d, U w, const int8_t* a) {
         return {_mm256_add_epi16(d.s, _mm256_maddubs_epi16(w.v, four(a)))};
     }
@@ -98,7 +98,7 @@ struct Dot4 {
 struct Dot8 {
     __m256i s;
     HR_INLINE U prepare(U w) { return w; }
-    HR_INLINE Dot8 zero(int32_t) { return {_mm256_setzero_si256()}; }
+    HR_INLINE Dot8 start(int32_t) { return {_mm256_setzero_si256()}; }
     HR_INLINE Dot8 step(Dot8 d, U w, const int8_t* a) {
         const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(w.v), _mm256_sign_epi8(four(a), w.v));
         return {_mm256_add_epi32(d.s, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)))};

@@ -98,7 +98,7 @@ HR_INLINE __m512i dpbusd(__m512i sum, __m512i w, const int8_t* a) {
 
 struct Dot4 {
     __m512i s;
-    HR_INLINE Dot4 zero() { return {_mm512_setzero_si512()}; }
+    HR_INLINE Dot4 start(int32_t) { return {_mm512_setzero_si512()}; }
     HR_INLINE Dot4 step(Dot4 d, U w, const int8_t* a) { return {dpbusd(d.s, w.v, a)}; }
     HR_INLINE VI finish(Dot4 d) { return {d.s}; }
 };
@@ -106,14 +106,14 @@ struct Dot8 {
     __m512i s;
     HR_INLINE U prepare(U w) { return {_mm512_xor_si512(w.v, _mm512_set1_epi8(-128))}; }
     // `correction` is -128 times the sum of the activations that will be multiplied.
-    HR_INLINE Dot8 zero(int32_t correction) { return {_mm512_set1_epi32(correction)}; }
+    HR_INLINE Dot8 start(int32_t correction) { return {_mm512_set1_epi32(correction)}; }
     HR_INLINE Dot8 step(Dot8 d, U w, const int8_t* a) { return {dpbusd(d.s, w.v, a)}; }
     HR_INLINE VI finish(Dot8 d) { return {d.s}; }
 };
 #else
 struct Dot4 {
     __m512i s;  // int16 pairs
-    HR_INLINE Dot4 zero() { return {_mm512_setzero_si512()}; }
+    HR_INLINE Dot4 start(int32_t) { return {_mm512_setzero_si512()}; }
     HR_INLINE Dot4 step(Dot4 d, U w, const int8_t* a) {
         return {_mm512_add_epi16(d.s, _mm512_maddubs_epi16(w.v, four(a)))};
     }
@@ -122,7 +122,7 @@ struct Dot4 {
 struct Dot8 {
     __m512i s;
     HR_INLINE U prepare(U w) { return w; }
-    HR_INLINE Dot8 zero(int32_t) { return {_mm512_setzero_si512()}; }
+    HR_INLINE Dot8 start(int32_t) { return {_mm512_setzero_si512()}; }
     HR_INLINE Dot8 step(Dot8 d, U w, const int8_t* a) {
         const __m512i x = four(a);
         const __m512i moved = _mm512_mask_sub_epi8(x, _mm512_movepi8_mask(w.v), _mm512_setzero_si512(), x);

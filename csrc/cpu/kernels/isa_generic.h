@@ -87,7 +87,7 @@ HR_INLINE void prefetch_far(const void*) {}
 
 struct Dot4 {
     VI s;
-    HR_INLINE Dot4 zero() { return {ibcast(0)}; }
+    HR_INLINE Dot4 start(int32_t) { return {ibcast(0)}; }
     HR_INLINE Dot4 step(Dot4 d, U w, const int8_t* a) {
         for (int i = 0; i < 16; ++i)
             for (int k = 0; k < 4; ++k) d.s.v[i] += int32_t(w.v[4 * i + k]) * a[k];
@@ -98,7 +98,7 @@ struct Dot4 {
 struct Dot8 {
     VI s;
     HR_INLINE U prepare(U w) { return w; }
-    HR_INLINE Dot8 zero(int32_t) { return {ibcast(0)}; }
+    HR_INLINE Dot8 start(int32_t) { return {ibcast(0)}; }
     HR_INLINE Dot8 step(Dot8 d, U w, const int8_t* a) {
         for (int i = 0; i < 16; ++i)
             for (int k = 0; k < 4; ++k) d.s.v[i] += int32_t(int8_t(w.v[4 * i + k])) * a[k];
