@@ -6,6 +6,8 @@ over a vector and need no horizontal sums. Int8 blocks bring float32 scales ``[k
 
 from __future__ import annotations
 
+import mmap
+from contextlib import suppress
 from math import prod
 
 import torch
@@ -20,6 +22,9 @@ _DTYPES = {
     "bfloat16": torch.bfloat16,
     "int8": torch.int8,
 }
+
+
+_HUGE_PAGE = 2 << 20
 
 
 def _make_layout(name: str, dims: tuple[str, ...], shape: tuple[int, ...], dtype: str) -> KVTensorLayout:
@@ -53,4 +58,18 @@ def make_cpu_spec(facts: LayerFacts, block_size: int, kv_dtype: str) -> KVCacheS
 
 def allocate_cpu_blocks(spec: KVCacheSpec, num_blocks: int) -> LayerCache:
     """Zeroed blocks: masked reads of the null block must find finite numbers."""
-    return LayerCache(*(torch.zeros(num_blocks, *t.block_shape, dtype=_DTYPES[t.dtype]) for t in spec.tensors))
+    return LayerCache(*(_make_zeros((num_blocks, *t.block_shape), _DTYPES[t.dtype]) for t in spec.tensors))
+
+
+def _make_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Zeros in huge pages where the system has them.
+
+    Attention jumps from block to block, and with small pages every jump is a walk through the page table too.
+    """
+    num_bytes = prod(shape) * dtype.itemsize
+    if num_bytes < _HUGE_PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.zeros(shape, dtype=dtype)
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=dtype).view(shape)
