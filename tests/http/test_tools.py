@@ -134,6 +134,20 @@ async def test_a_named_call_is_enforced(service: Service) -> None:
     assert constraint is not None and json.loads(constraint.json or "") == ADD["function"]["parameters"]
 
 
+async def test_the_arguments_of_strict_functions_are_enforced(service: Service) -> None:
+    service.say('Yes. <tool_call>\n{"name": "add", "arguments": {"a": 3}}\n</tool_call>')
+    strict = {"type": "function", "function": {**ADD["function"], "strict": True}}
+    got = await both(service, tools=[strict, tool("sub")])
+    assert (got["content"], got["calls"]) == ("Yes.", [["add", '{"a": 3}']])
+    constraint = service.core.added[-1].sampling.structured_outputs
+    assert constraint is not None and constraint.structural_tag is not None
+    tag = json.loads(constraint.structural_tag)
+    assert tag["triggers"] == ["<tool_call>"]
+    assert [one["schema"].get("required") for one in tag["structures"]] == [["a"], None]
+    await both(service, tools=TOOLS)
+    assert service.core.added[-1].sampling.structured_outputs is None, "nobody asked for that"
+
+
 @pytest.mark.parametrize("length", [0, 5, 12, 20, 30, 40])
 @pytest.mark.parametrize("choice", ["required", NAMED, "auto"])
 async def test_a_call_that_is_cut_ends_in_good_order(service: Service, choice: Any, length: int) -> None:

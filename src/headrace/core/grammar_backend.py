@@ -39,6 +39,10 @@ CACHE_SIZE = 128
 MAX_TOKENIZER_S = 60.0
 
 
+_RUNS = ((b"0123456789.eE+-", 40), (b" \t\r\n", 24))
+"""Numbers and white space: their bytes, and how many of them may follow each other outside strings of a JSON text."""
+
+
 class GrammarError(Exception):
     """A grammar that cannot be enforced; the message is for the client."""
 
@@ -124,8 +128,6 @@ class _RunBounds:
     another are left out, as long as others remain.
     """
 
-    _RUNS = ((b"0123456789.eE+-", 40), (b" \t\r\n", 24))
-
     def __init__(self, tokenizer: GrammarTokenizer) -> None:
         self._tokenizer = tokenizer
         self._in_string = False
@@ -145,7 +147,7 @@ class _RunBounds:
 
     def apply(self, words: np.ndarray) -> None:
         """Take what would go on too long out of a mask."""
-        for alphabet, limit in self._RUNS:
+        for alphabet, limit in _RUNS:
             if len(self._tail) - len(self._tail.rstrip(alphabet)) >= limit:
                 rest = words & ~self._tokenizer.starting_with(alphabet)
                 if rest.any():
@@ -233,7 +235,12 @@ def compile_grammar(params: StructuredOutputParams, tokenizer: GrammarTokenizer)
         if probe.get_error().startswith("NoExtension"):
             raise GrammarError("no text can satisfy it")
         raise GrammarError(explain(probe.get_error()))
-    return CompiledGrammar(matcher, tokenizer, params.json is not None or params.json_object, first)
+    bounds_runs = params.json is not None or params.json_object
+    if bounds_runs:
+        # Made here, on a thread, and not when the first run is met.
+        for alphabet, _ in _RUNS:
+            tokenizer.starting_with(alphabet)
+    return CompiledGrammar(matcher, tokenizer, bounds_runs, first)
 
 
 def explain(text: str) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -34,6 +34,9 @@ class Tool:
 
 Tools = Mapping[str, Tool]
 
+SpellCall = Callable[[Tool], tuple[str, str, str]]
+"""From a tool to what begins any call, what stands before the arguments of this one, and what stands after them."""
+
 
 @dataclass(frozen=True, slots=True)
 class ToolPlan:
@@ -51,8 +54,20 @@ class ToolPlan:
         """The tools as chat templates take them."""
         return None if self.mode == "none" else [tool.source for tool in self.tools.values()]
 
-    def constraint(self) -> StructuredOutputParams | None:
-        """The constraint that makes sure of calls; none where the model decides."""
+    def constraint(self, spell: SpellCall | None = None) -> StructuredOutputParams | None:
+        """The constraint that makes sure of calls, or of the arguments of strict functions where the model decides.
+
+        Args:
+            spell: how the model writes a call of its own accord, if a grammar can follow that.
+        """
+        if self.mode == "auto" and spell is not None and any(tool.strict for tool in self.tools.values()):
+            spelt = [(spell(tool), tool) for tool in self.tools.values()]
+            structures = [
+                {"begin": begin, "schema": tool.parameters if tool.strict else {"type": "object"}, "end": end}
+                for (_, begin, end), tool in spelt
+            ]
+            triggers = sorted({trigger for (trigger, _, _), _ in spelt})
+            return StructuredOutputParams(structural_tag=json.dumps({"triggers": triggers, "structures": structures}))
         if self.mode == "named":
             return StructuredOutputParams(json=json.dumps(self.tools[self.name].parameters))
         if self.mode != "required":

@@ -11,22 +11,26 @@ from headrace.frontend.parsers.events import ToolParser
 from headrace.frontend.parsers.json_lists import PYTHON_TAG, TOOL_CALLS, Llama3JsonParser, MistralParser
 from headrace.frontend.parsers.pythonic import PythonicParser
 from headrace.frontend.parsers.reasoning import ReasoningFormat
-from headrace.frontend.parsers.tags import CLOSE, OPEN, HermesParser, Qwen3Parser
-from headrace.frontend.tools import Tools
+from headrace.frontend.parsers.tags import CLOSE, OPEN, HermesParser, Qwen3Parser, spell_hermes
+from headrace.frontend.tools import SpellCall, Tools
 
 TEMPLATE, NONE = "template", "none"
 
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """How a family of models writes tool calls; ``marks`` are those that may be special tokens."""
+    """How a family of models writes tool calls.
+
+    ``marks`` are those that may be special tokens; ``spell`` is there where a grammar can follow the form.
+    """
 
     make: Callable[[Tools], ToolParser]
     marks: tuple[str, ...] = ()
+    spell: SpellCall | None = None
 
 
 TOOL_FORMATS: Registry[ToolFormat] = Registry("tool call parser")
-TOOL_FORMATS.register("hermes")(ToolFormat(HermesParser, (OPEN, CLOSE)))
+TOOL_FORMATS.register("hermes")(ToolFormat(HermesParser, (OPEN, CLOSE), spell_hermes))
 TOOL_FORMATS.register("qwen3")(ToolFormat(Qwen3Parser, (OPEN, CLOSE)))
 TOOL_FORMATS.register("llama3_json")(ToolFormat(Llama3JsonParser, (PYTHON_TAG,)))
 TOOL_FORMATS.register("mistral")(ToolFormat(MistralParser, (TOOL_CALLS, "[ARGS]", "[CALL_ID]")))

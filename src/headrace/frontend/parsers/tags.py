@@ -7,11 +7,16 @@ from typing import Any
 
 from headrace.frontend.parsers.json_call import CallState, JsonCall
 from headrace.frontend.parsers.scanning import ScanningParser, find_mark
-from headrace.frontend.tools import Tools
+from headrace.frontend.tools import Tool, Tools
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 _FUNCTION, _FUNCTION_END = "<function=", "</function>"
 _PARAMETER, _PARAMETER_END = "<parameter=", "</parameter>"
+
+
+def spell_hermes(tool: Tool) -> tuple[str, str, str]:
+    """See `headrace.frontend.tools.SpellCall`."""
+    return OPEN, f'{OPEN}\n{{"name": "{tool.name}", "arguments": ', f"}}\n{CLOSE}"
 
 
 class HermesParser(ScanningParser):
