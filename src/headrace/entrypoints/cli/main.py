@@ -25,6 +25,7 @@ COMMANDS = {
     "serve": "answer OpenAI's HTTP API",
     "chat": "talk to a model in the terminal",
     "generate": "continue a text once",
+    "bench": "measure latency, throughput or a server under load",
     "run-batch": "answer a file of requests",
     "pull": "fetch a model into the cache",
     "explain-config": "print every resolved setting with its reason",
