@@ -37,10 +37,11 @@ class FaultPlan:
     """Faults by the number of the forward that they strike, counted from 0 over the executor's life.
 
     ``fail_forward`` and ``fail_sample`` strike once and go away. ``slow_s`` adds seconds to a forward.
-    ``die_at`` kills the workers: that forward and all that follows fail for good.
+    ``die_at`` kills the workers: that forward and all that follows fail for good. ``hang_at`` never returns.
     """
 
     fail_forward: frozenset[int] = frozenset()
     fail_sample: frozenset[int] = frozenset()
     slow_s: dict[int, float] = field(default_factory=dict)
     die_at: int | None = None
+    hang_at: int | None = None

@@ -40,6 +40,8 @@ from headrace.testing.tokens import extend_hash, pick_token
 
 T = TypeVar("T")
 BYTES_PER_TOKEN = 16
+MOVES_EVERY_S = 0.25
+HANGS_FOR_S = 3600.0
 GARBAGE = 0xBAD0_BAD0_BAD0_BAD0
 
 
@@ -251,6 +253,8 @@ class SimulatedExecutor(Executor):
         if self._faults.die_at is not None and number >= self._faults.die_at:
             self.kill()
         self._check_alive()
+        if number == self._faults.hang_at:
+            time.sleep(HANGS_FOR_S)
         self._pass_time(self._cost.seconds(step) + self._faults.slow_s.get(number, 0.0))
         self._progress.advance()
         self._apply_rows(step)
@@ -403,7 +407,11 @@ class SimulatedExecutor(Executor):
         if isinstance(self._clock, ManualClock):
             self._clock.advance(seconds)
         elif self._clock is not None:
-            time.sleep(seconds)
+            # A forward that computes moves the word all the time, however long it takes.
+            end = time.monotonic() + seconds
+            while (rest := end - time.monotonic()) > 0:
+                time.sleep(min(rest, MOVES_EVERY_S))
+                self._progress.advance()
 
 
 def _masks_by_request(grammar: GrammarOutput | None) -> dict[str, int]:
@@ -426,6 +434,7 @@ def make_executor(
     *,
     step_s: float = 0.0,
     die_at: int | None = None,
+    hang_at: int | None = None,
     start_error: str | None = None,
     start_s: float = 0.0,
 ) -> Executor:
@@ -434,6 +443,7 @@ def make_executor(
     Args:
         step_s: seconds that each forward takes on the machine's clock.
         die_at: number of the forward at which the workers die.
+        hang_at: number of the forward that never returns.
         start_error: ``config``, ``model_file`` or ``crash``: what start-up raises.
         start_s: seconds that start-up takes.
     """
@@ -448,7 +458,7 @@ def make_executor(
         config,
         clock=SystemClock() if step_s else None,
         cost=StepCost(step_s, 0.0),
-        faults=FaultPlan(die_at=die_at),
+        faults=FaultPlan(die_at=die_at, hang_at=hang_at),
         progress=progress,
     )
 
