@@ -54,9 +54,11 @@ Activation parse_activation(const std::string& name) {
 }
 
 std::shared_ptr<Weight> pack(Team& team, const std::vector<std::tuple<std::string, Bytes>>& parts, int in_features,
-                             const std::string& quantize, bool apart) {
+                             const std::string& quantize, bool gated) {
     std::vector<SourceTensor> sources;
     require(!parts.empty() && in_features > 0, "a weight needs parts and a width");
+    require(!gated || (parts.size() == 2 && std::get<1>(parts[0]).shape(0) == std::get<1>(parts[1]).shape(0)),
+            "a gated weight has two parts of equal shape");
     for (const auto& [format, data] : parts) {
         require(is_packable(format), "weights of format " + format + " have no packed form");
         const bool quantized = format[0] == 'Q';
@@ -71,7 +73,7 @@ std::shared_ptr<Weight> pack(Team& team, const std::vector<std::tuple<std::strin
         sources.push_back({format, int(data.shape(0)), data.data(), bytes});
     }
     nb::gil_scoped_release release;
-    return pack_weight(team, sources, in_features, quantize, apart);
+    return pack_weight(team, sources, in_features, quantize, gated);
 }
 
 ProductInput make_input(const Matrix& x, const Weight& weight, Rows rows, bool exact) {
@@ -366,7 +368,7 @@ NB_MODULE(_native, m) {
     });
     m.def("is_packable", &is_packable, nb::arg("format"));
     m.def("pack", &pack, nb::arg("team"), nb::arg("parts"), nb::arg("in_features"), nb::arg("quantize") = "",
-          nb::arg("apart") = false);
+          nb::arg("gated") = false);
     m.def("embedding", &make_embedding, nb::arg("ids"), nb::arg("table"), nb::arg("scale"), nb::arg("out"));
     m.def("norm", &make_norm, nb::arg("x"), nb::arg("residual").none(), nb::arg("weight"), nb::arg("eps"), nb::arg("out"),
           nb::arg("sum_out").none(), nb::arg("rows"));

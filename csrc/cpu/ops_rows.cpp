@@ -37,7 +37,7 @@ void EmbeddingOp::run(Team& team, int tid, const Sizes& sizes) const {
         const Segment* s = &table->segments[0];
         while (row >= s->first_row + s->rows) ++s;
         row -= s->first_row;
-        team.kernels().embed(s->format, s->wide_scales, table->in_features, s->data + size_t(row / kPanel) * s->stride,
+        team.kernels().embed(s->format, s->wide_scales, table->in_features, s->panel(row / kPanel),
                              row % kPanel, scale, out + int64_t(t) * table->in_features);
     });
 }

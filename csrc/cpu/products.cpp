@@ -8,12 +8,13 @@ namespace {
 
 constexpr size_t kPieceBytes = 24 << 10;
 
+// `panels` panels from `panel`, which lie one after the other: within a pair, or anywhere when pairs follow each other.
 GemmTask make_task(const Factor& x, const Segment& s, int panel, int panels, int row_begin, int row_end) {
     GemmTask t{};
     t.format = s.format;
     t.wide_scales = s.wide_scales;
     t.k = x.k;
-    t.panels = s.data + size_t(panel) * s.stride;
+    t.panels = s.panel(panel);
     t.panel_stride = s.stride;
     t.num_panels = std::min(panels, s.panels - panel);
     t.xq = x.xq;

@@ -43,7 +43,7 @@ void Buffer::reserve(size_t bytes) {
 }
 
 Team::Team(int num_threads, const Kernels& kernels)
-    : size_(num_threads), kernels_(kernels), scratch_(size_t(num_threads)) {
+    : size_(num_threads), kernels_(kernels), scratch_(size_t(num_threads)), stretches_(size_t(num_threads)) {
     for (int tid = 1; tid < size_; ++tid) threads_.emplace_back([this, tid] { work(tid); });
 }
 
@@ -82,11 +82,30 @@ void Team::work(int tid) {
     }
 }
 
+int64_t Team::take(int owner, uint64_t epoch, int64_t n, bool from_front) {
+    constexpr uint64_t mask = (uint64_t(1) << 24) - 1;
+    const auto bound = [&](int64_t t) { return uint64_t((n * t + size_ - 1) / size_); };
+    std::atomic<uint64_t>& left = stretches_[size_t(owner)].left;
+    uint64_t word = left.load(std::memory_order_relaxed);
+    for (;;) {
+        uint64_t first = word >> 24 & mask, end = word & mask;
+        if (word >> 48 != epoch) {
+            first = bound(owner);
+            end = bound(owner + 1);
+        }
+        // Empty ones are written too: every word is of this epoch when it ends, and none can be taken for a later one.
+        const bool empty = first >= end;
+        if (empty && word >> 48 == epoch) return -1;
+        const uint64_t piece = empty ? 0 : from_front ? first++ : --end;
+        if (left.compare_exchange_weak(word, epoch << 48 | first << 24 | end, std::memory_order_relaxed))
+            return empty ? -1 : int64_t(piece);
+    }
+}
+
 void Team::barrier() {
     const uint32_t generation = generation_.load(std::memory_order_acquire);
     if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == size_) {
         arrived_.store(0, std::memory_order_relaxed);
-        next_.store(0, std::memory_order_relaxed);
         generation_.fetch_add(1);
         if (sleepers_.load() > 0) generation_.notify_all();
         return;

@@ -1,8 +1,10 @@
 // The persistent thread team that runs ops.
 //
-// `run(body)` calls body(tid) on every thread; the caller is thread 0. Inside, `for_each` hands out pieces of work
-// dynamically and ends with a barrier. Waiting spins for a bounded time and then sleeps on a futex, so that a displaced
-// thread costs a piece of work and not the time slices of everybody. One run at a time; nothing is allocated while running.
+// `run(body)` calls body(tid) on every thread; the caller is thread 0. Inside, `for_each` hands out pieces of work and ends
+// with a barrier: each thread takes its own stretch of pieces from the front, so that it reads memory in one stream, then
+// takes from the back of the others'. A thread that the system has displaced holds up at most the piece that it works on,
+// even if it has not begun. Waiting spins for a bounded time and then sleeps on a futex. One run at a time; nothing is
+// allocated while running.
 #pragma once
 
 #include <atomic>
@@ -54,7 +56,15 @@ public:
 
     // Pieces 0..n-1, each to one thread; returns on every thread when all are done.
     template <class F> void for_each(int tid, int64_t n, F&& piece) {
-        for (int64_t i = tid; i < n; i = size_ + next_.fetch_add(1, std::memory_order_relaxed)) piece(i);
+        if (size_ == 1) {
+            for (int64_t i = 0; i < n; ++i) piece(i);
+            return;
+        }
+        const uint64_t epoch = ++stretches_[tid].epoch & 0xffff;
+        int64_t i;
+        while ((i = take(tid, epoch, n, true)) >= 0) piece(i);
+        for (int other = 1; other < size_; ++other)
+            while ((i = take((tid + other) % size_, epoch, n, false)) >= 0) piece(i);
         barrier();
     }
 
@@ -74,6 +84,15 @@ public:
 
 private:
     using Body = void (*)(void*, int);
+
+    // What is left of a thread's pieces, in one word: epoch (16 bits), first (24), end (24). Whoever comes first in an epoch
+    // fills it in.
+    struct alignas(64) Stretch {
+        std::atomic<uint64_t> left{0};
+        uint64_t epoch = 0;  // of this thread, counted alike by all
+    };
+    int64_t take(int owner, uint64_t epoch, int64_t n, bool from_front);
+
     void start(Body body, void* argument);
     void finish();
     void work(int tid);
@@ -88,7 +107,7 @@ private:
     void* argument_ = nullptr;
     bool stopping_ = false;
 
-    alignas(64) std::atomic<int64_t> next_{0};
+    std::vector<Stretch> stretches_;
     alignas(64) std::atomic<int> arrived_{0};
     alignas(64) std::atomic<uint32_t> generation_{0};
     alignas(64) std::atomic<int> sleepers_{0};

@@ -119,7 +119,7 @@ void place_group(Format format, const Group& group, int g, int lane, uint8_t* pa
 // Panels [first_panel, ...) of a segment from one source; `index` counts the source's panels.
 void pack_panel(const Segment& s, int first_panel, const SourceTensor& source, int k, int index) {
     const bool quantize = !is_float(s.format) && source.format[0] != 'Q', four_bits = s.format == Format::I4;
-    uint8_t* panel = s.data + size_t(first_panel + index) * s.stride;
+    uint8_t* panel = s.panel(first_panel + index);
     for (int lane = 0; lane < kPanel && index * kPanel + lane < source.rows; ++lane) {
         const uint8_t* row = source.data + size_t(index * kPanel + lane) * source.row_bytes;
         if (is_float(s.format)) {
@@ -182,7 +182,7 @@ std::string Weight::format() const {
 }
 
 std::shared_ptr<Weight> pack_weight(Team& team, const std::vector<SourceTensor>& parts, int in_features,
-                                    const std::string& quantize, bool apart) {
+                                    const std::string& quantize, bool gated) {
     auto weight = std::make_shared<Weight>();
     weight->in_features = in_features;
     for (size_t first = 0, next = 0; first < parts.size(); first = next) {
@@ -192,21 +192,31 @@ std::shared_ptr<Weight> pack_weight(Team& team, const std::vector<SourceTensor>&
         s.stride = panel_bytes(s.format, s.wide_scales, in_features);
         do {
             s.rows += parts[next++].rows;
-        } while (!apart && next < parts.size() && s.rows % kPanel == 0 &&
+        } while (!gated && next < parts.size() && s.rows % kPanel == 0 &&
                  packed_format(parts[next].format, in_features, quantize) == s.format);
         s.panels = (s.rows + kPanel - 1) / kPanel;
-        auto [data, owner] = allocate_weight(s.stride * size_t(s.panels));
-        s.data = data;
+        s.pair_stride = 2 * s.stride;
+        if (gated && first == 1 && weight->segments[0].format == s.format) {
+            s.pair_stride = weight->segments[0].pair_stride;
+            s.data = weight->segments[0].data + 2 * s.stride;
+        } else {
+            // Room for the other half too, if it has the same format.
+            const bool both = gated && first == 0 && packed_format(parts[1].format, in_features, quantize) == s.format;
+            const size_t pairs = size_t(s.panels + 1) / 2;
+            s.pair_stride *= both ? 2 : 1;
+            auto [data, owner] = allocate_weight(s.pair_stride * pairs);
+            s.data = data;
+            weight->memory_.push_back(std::move(owner));
+            weight->num_bytes += s.pair_stride * pairs;
+        }
         for (size_t i = first, panel = 0; i < next; panel += size_t(parts[i++].rows / kPanel)) {
             const int64_t panels = (parts[i].rows + kPanel - 1) / kPanel;
             team.run([&](int tid) {
                 team.for_each(tid, panels, [&](int64_t p) { pack_panel(s, int(panel), parts[i], in_features, int(p)); });
             });
         }
-        weight->memory_.push_back(std::move(owner));
         weight->segments.push_back(s);
         weight->out_features += s.rows;
-        weight->num_bytes += s.stride * size_t(s.panels);
     }
     return weight;
 }

@@ -12,15 +12,18 @@
 
 namespace headrace {
 
-// Rows of one format: panels of 16, the last one padded with zeros.
+// Rows of one format: panels of 16, the last one padded with zeros. Panels lie in pairs; the pairs of a gate and of its up
+// half alternate, so that a gated product reads one stream.
 struct Segment {
     Format format;
     bool wide_scales;
     int first_row;
     int rows;
     int panels;
-    size_t stride;
+    size_t stride, pair_stride;
     uint8_t* data;
+
+    uint8_t* panel(int index) const { return data + size_t(index / 2) * pair_stride + size_t(index % 2) * stride; }
 };
 
 // One tensor as it lies in a file.
@@ -48,9 +51,10 @@ private:
 };
 
 // Packs `parts`, joined by rows, in parallel. `quantize` is "", "int8" or "int4" and applies to float parts. Neighbours of one
-// format become one segment unless `apart`. Throws std::invalid_argument for an unknown format.
+// format become one segment unless `gated`: then there are two parts of equal
+// shape. Throws std::invalid_argument for an unknown format.
 std::shared_ptr<Weight> pack_weight(Team& team, const std::vector<SourceTensor>& parts, int in_features,
-                                    const std::string& quantize, bool apart);
+                                    const std::string& quantize, bool gated);
 
 // Whether `pack_weight` takes this file format.
 bool is_packable(const std::string& format);

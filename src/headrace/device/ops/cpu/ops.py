@@ -75,7 +75,7 @@ class NativeOps:
         sources = [_source(part) for part in parts]
         # Float embeddings stay as they are: a row is read, not multiplied.
         quantize = self._quantization if role != "embedding" else ""
-        return _native.pack(self.team, sources, width, quantize, apart=role == "gate_up")
+        return _native.pack(self.team, sources, width, quantize, gated=role == "gate_up")
 
     def embedding(self, ids: torch.Tensor, table: Weight, scale: float = 1.0) -> torch.Tensor:
         out = self._take(len(ids), table.in_features)
