@@ -106,3 +106,19 @@ async def test_a_request_whose_masks_leave_nothing_is_its_own_fault(start_servic
     reply = await asking
     assert reply.status_code == 400
     assert reply.json()["error"]["message"] == NO_TOKEN_LEFT
+
+
+@pytest.mark.parametrize("levels", [60, 400, 900, 1100, 5000])
+@pytest.mark.parametrize("where", ["response_format", "structured_outputs", "tools"])
+async def test_nesting_without_end(service: Service, where: str, levels: int) -> None:
+    """B064."""
+    schema = '{"type": "array", "items": ' * levels + "{}" + "}" * levels
+    value = {
+        "response_format": f'{{"type": "json_schema", "json_schema": {{"schema": {schema}}}}}',
+        "structured_outputs": f'{{"json": {json.dumps(schema)}}}',
+        "tools": '[{"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": '
+        + schema
+        + "}}}}]",
+    }[where]
+    body = json.dumps(BODIES[CHAT])[:-1] + f', "{where}": {value}}}'
+    await refused(service, CHAT, body.encode())

@@ -268,9 +268,9 @@ def _walk(node: Any) -> Iterator[dict[str, Any]]:
             waiting += value if isinstance(value, list) else [value]
 
 
-def _types(node: dict[str, Any]) -> list[Any]:
+def _types(node: dict[str, Any]) -> list[str]:
     types = node["type"]
-    return [t for t in types if isinstance(t, str)] if isinstance(types, list) else [types]
+    return [t for t in (types if isinstance(types, list) else [types]) if isinstance(t, str)]
 
 
 def _shown(key: str) -> str:
