@@ -25,7 +25,7 @@ from headrace.device.loading.loader import LoadedModel, load_model
 from headrace.device.ops.registry import make_ops
 from headrace.device.platform.cpu import CpuPlatform
 from headrace.device.platform.hardware import detect_hardware
-from headrace.device.runner.graphs import CapturedGraphs, EagerRunner
+from headrace.device.runner.graphs import CapturedGraphs, EagerRunner, GraphRunner
 from headrace.device.runner.kv_memory import KVMemory
 from headrace.device.runner.model_runner import ModelRunner, RunnerLimits
 from headrace.executor.base import ExecutorReady
@@ -100,7 +100,7 @@ class Worker:
         self._runner = ModelRunner(
             loaded.model,
             self._ops,
-            EagerRunner(loaded.model, CapturedGraphs(why_none=self._why_eager())),
+            self._make_graphs(loaded),
             plan,
             KVMemory(plan, loaded.attention.backend),
             RunnerLimits(
@@ -161,10 +161,20 @@ class Worker:
             )
         return cache.kv_cache_memory
 
-    def _why_eager(self) -> str:
-        if self._config.device.enforce_eager:
-            return "--enforce-eager"
-        return f"the {self._ops.name} operators are called one by one"
+    def _make_graphs(self, loaded: LoadedModel) -> GraphRunner:
+        """The captured plan where the operators can record one and nobody asked for eager calls."""
+        config = self._config
+        if config.device.enforce_eager:
+            return EagerRunner(loaded.model, CapturedGraphs(why_none="--enforce-eager"))
+        if self._ops.name != "native":
+            why = f"the {self._ops.name} operators are called one by one"
+            return EagerRunner(loaded.model, CapturedGraphs(why_none=why))
+        from headrace.device.ops.cpu.ops import NativeOps
+        from headrace.device.ops.cpu.plan_runner import PlanRunner
+
+        assert isinstance(self._ops, NativeOps)
+        limits = config.scheduler
+        return PlanRunner(loaded.model, self._ops, limits.max_num_batched_tokens, limits.max_num_seqs)
 
     def _sleep(self, request: Sleep) -> None:
         self._runner = None

@@ -1,8 +1,8 @@
 """The CPU's graph: one forward, recorded once and replayed for any step that fits.
 
-Capture happens at the first step, on the runner's persistent buffers: it runs the model with recording ops under a guard
-that refuses every PyTorch computation which is not a view, by name, since a replay would leave it out. A refused capture
-leaves the model to be called eagerly. The plan's rows are a parameter, so a step is never padded.
+Capture happens at the first step, on the runner's persistent buffers: it runs the model with recording ops under a
+guard that refuses every PyTorch computation which is not a view, by name, since a replay would leave it out. A refused
+capture leaves the model to be called eagerly. The plan's rows are a parameter, so a step is never padded.
 """
 
 from __future__ import annotations
