@@ -27,11 +27,13 @@ from headrace.entrypoints.openai.chat import ChatCall
 from headrace.entrypoints.openai.completions import CompletionCall
 from headrace.entrypoints.openai.context import ServerContext
 from headrace.entrypoints.openai.errors import describe
-from headrace.entrypoints.openai.protocol import ChatRequest, CompletionRequest
+from headrace.entrypoints.openai.protocol import ChatRequest, CompletionRequest, ResponsesRequest
+from headrace.entrypoints.openai.responses import ResponsesCall
 
 ROUTES: dict[str, tuple[type[Any], type[Any]]] = {
     "/v1/completions": (CompletionRequest, CompletionCall),
     "/v1/chat/completions": (ChatRequest, ChatCall),
+    "/v1/responses": (ResponsesRequest, ResponsesCall),
 }
 MAX_CUSTOM_ID_CHARS = 512
 _encode = msgspec.json.encode

@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import headrace
 from headrace.base.errors import NotAcceptingError
-from headrace.entrypoints.openai import generate, insight, models, tokenize, tokens
+from headrace.entrypoints.openai import generate, insight, models, responses, tokenize, tokens
 from headrace.entrypoints.openai.auth import OPEN_PATHS, KeyGuard
 from headrace.entrypoints.openai.context import ServerContext
 from headrace.entrypoints.openai.errors import ApiError, describe
@@ -140,6 +140,7 @@ ROUTES: list[tuple[str, str, Handler]] = [
     ("GET", "/v1/models/{model:path}", models.get_model),
     ("POST", "/v1/completions", generate.complete),
     ("POST", "/v1/chat/completions", generate.chat),
+    ("POST", "/v1/responses", responses.respond),
     ("POST", "/v1/completions/render", tokens.render_completion),
     ("POST", "/v1/chat/completions/render", tokens.render_chat),
     ("POST", "/inference/v1/generate", tokens.generate_tokens),

@@ -58,8 +58,8 @@ def name_request(request: Request, given: str | None) -> str:
     return name
 
 
-async def deliver(call: Call, request: Request, stream: bool) -> Response:
-    """Answer whole or as a stream."""
+async def deliver(call: Call, request: Request, stream: bool, kind: type[EventStream] = EventStream) -> Response:
+    """Answer whole or as a stream of this kind."""
     if not stream:
         answer = await until_hangup(call.answer(), request.receive)
         return Response(msgspec.json.encode(answer), media_type="application/json")
@@ -69,4 +69,4 @@ async def deliver(call: Call, request: Request, stream: bool) -> Response:
     except BaseException:
         await events.aclose()
         raise
-    return EventStream(first, events)
+    return kind(first, events)

@@ -166,6 +166,50 @@ class GenerateRequest(DeliveryFields, kw_only=True, forbid_unknown_fields=True):
     features: dict[str, Any] | None = None
 
 
+class ResponsesRequest(DeliveryFields, kw_only=True, forbid_unknown_fields=True):
+    """Body of ``/v1/responses``."""
+
+    input: str | list[dict[str, Any]]
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    text: Any = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    reasoning: Any = None
+    include_reasoning: bool | None = None
+    structured_outputs: Any = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    min_tokens: int | None = None
+    logit_bias: dict[str, float] | None = None
+    # accepted where they change nothing, see `refusals`
+    user: Any = None
+    metadata: Any = None
+    service_tier: Any = None
+    safety_identifier: Any = None
+    prompt_cache_key: Any = None
+    store: Any = None
+    background: Any = None
+    previous_response_id: Any = None
+    conversation: Any = None
+    prompt: Any = None
+    truncation: Any = None
+    include: Any = None
+    max_tool_calls: Any = None
+    top_logprobs: Any = None
+
+
 class AbortRequest(Struct, kw_only=True, forbid_unknown_fields=True):
     """Body of ``/inference/v1/abort_requests``."""
 
@@ -239,6 +283,7 @@ REQUEST_BODIES: dict[str, type[Struct]] = {
     "/v1/chat/completions": ChatRequest,
     "/v1/completions/render": CompletionRequest,
     "/v1/chat/completions/render": ChatRequest,
+    "/v1/responses": ResponsesRequest,
     "/inference/v1/generate": GenerateRequest,
     "/inference/v1/abort_requests": AbortRequest,
     "/tokenize": TokenizeRequest,

@@ -33,6 +33,11 @@ def event(value: Any) -> bytes:
     return b"data: " + _encode(value) + b"\n\n"
 
 
+def typed_event(value: dict[str, Any]) -> bytes:
+    """One event that is named by the ``type`` of its value."""
+    return b"event: " + value["type"].encode() + b"\ndata: " + _encode(value) + b"\n\n"
+
+
 class ChunkTemplate:
     """The bytes of a chunk around its text.
 
@@ -93,6 +98,7 @@ class EventStream(Response):
     """
 
     media_type = "text/event-stream"
+    end = DONE
 
     def __init__(self, first: bytes, events: AsyncGenerator[bytes, None]) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
@@ -118,7 +124,7 @@ class EventStream(Response):
                     await send({"type": "http.response.body", "body": self._first, "more_body": True})
                 async for data in events:
                     await send({"type": "http.response.body", "body": data, "more_body": True})
-                last = DONE
+                last = self.end
             except OSError:
                 raise
             except Exception as error:  # noqa: BLE001 - a border: the stream has begun, so any fault becomes its last event

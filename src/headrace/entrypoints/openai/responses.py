@@ -1,0 +1,143 @@
+"""``/v1/responses``: items in, items out, without stored state.
+
+The request is answered as the chat that asks for the same (`responses_input`); what differs is how the answer is
+written down (`responses_items`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from headrace.base.errors import InvalidRequestError
+from headrace.entrypoints.openai.body import read
+from headrace.entrypoints.openai.chat import ChatCall
+from headrace.entrypoints.openai.context import ServerContext
+from headrace.entrypoints.openai.errors import describe
+from headrace.entrypoints.openai.generate import deliver, name_request
+from headrace.entrypoints.openai.generation import check_output
+from headrace.entrypoints.openai.protocol import ResponsesRequest, Usage
+from headrace.entrypoints.openai.refusals import check_refusals
+from headrace.entrypoints.openai.responses_input import RULES, describe_body, make_chat, rename
+from headrace.entrypoints.openai.responses_items import ItemBuilder
+from headrace.entrypoints.openai.sse import EventStream, typed_event
+from headrace.messages.request_output import CompletionOutput
+
+
+async def respond(context: ServerContext, request: Request) -> Response:
+    """``POST /v1/responses``."""
+    body = await read(context, request, ResponsesRequest)
+    call = await ResponsesCall.prepare(context, body, name_request(request, body.request_id))
+    return await deliver(call, request, bool(body.stream), TypedStream)
+
+
+class TypedStream(EventStream):
+    """Its last event says that it is the last; faults have a type like all others."""
+
+    end = b""
+
+    def _last_words(self, error: Exception) -> bytes:
+        info = describe(error, self._request_id)
+        fault = {"type": "error", "code": info.code, "message": info.message, "param": info.param}
+        return typed_event({**fault, "sequence_number": 0})
+
+
+@dataclass
+class ResponsesCall:
+    """One request of this route, from its checked body to its answer."""
+
+    context: ServerContext
+    body: ResponsesRequest
+    answer_id: str
+    chat: ChatCall
+    created: int = field(default_factory=lambda: int(time.time()))
+    builder: ItemBuilder = field(default_factory=ItemBuilder)
+
+    @classmethod
+    async def prepare(cls, context: ServerContext, body: ResponsesRequest, request_id: str) -> ResponsesCall:
+        """Check everything, render and tokenise; nothing is queued yet."""
+        check_refusals(body, rules=RULES)
+        if body.stream_options is not None and not body.stream:
+            raise InvalidRequestError("stream_options needs stream: true", param="stream_options")
+        try:
+            chat = await ChatCall.prepare(context, make_chat(body), request_id)
+        except InvalidRequestError as error:
+            raise rename(error) from None
+        answer_id = f"resp_{request_id}"
+        chat.work = replace(chat.work, answer_id=answer_id)
+        return cls(context, body, answer_id, chat)
+
+    async def answer(self) -> dict[str, Any]:
+        """The whole answer."""
+        last: CompletionOutput | None = None
+        async for _, output in self.chat.work.run(self.context):
+            for last in output.outputs:
+                check_output(last)
+                self.chat.counter.add(0, output, len(last.token_ids))
+                self.builder.feed(self.chat.parts.parse(last))
+        assert last is not None
+        status = _status(last)
+        self.builder.close(status)
+        return self._response(status, last)
+
+    async def stream(self) -> AsyncGenerator[bytes, None]:
+        """Its typed events."""
+        builder = self.builder
+        async for _, output in self.chat.work.run(self.context):
+            events: list[bytes] = []
+            if not builder.started:
+                events += [
+                    builder.event(f"response.{kind}", response=self._response("in_progress", None))
+                    for kind in ("created", "in_progress")
+                ]
+            for one in output.outputs:
+                check_output(one)
+                self.chat.counter.add(0, output, len(one.token_ids))
+                events += builder.feed(self.chat.parts.parse(one))
+                if one.finish_reason is not None:
+                    status = _status(one)
+                    events += builder.close(status)
+                    events.append(builder.event(f"response.{status}", response=self._response(status, one)))
+            if events:
+                yield b"".join(events)
+
+    def _response(self, status: str, last: CompletionOutput | None) -> dict[str, Any]:
+        usage = self.chat.counter.usage(self.chat.parts.num_reasoning_tokens or 0)
+        reason = {"length": "max_output_tokens"}.get(last.finish_reason or "") if last is not None else None
+        shown = describe_body(self.body)
+        sampling = self.chat.work.sampling
+        shown |= {"temperature": sampling.temperature, "top_p": sampling.top_p}
+        return {
+            "id": self.answer_id,
+            "object": "response",
+            "created_at": self.created,
+            "completed_at": int(time.time()) if status == "completed" else None,
+            "status": status,
+            "model": self.chat.model,
+            "output": self.builder.items,
+            "error": None,
+            "incomplete_details": {"reason": reason} if reason else None,
+            "usage": _usage(usage) if last is not None else None,
+            **shown,
+        }
+
+
+def _status(last: CompletionOutput) -> str:
+    """``incomplete`` for an answer that was cut by a limit or by an abort."""
+    return "completed" if last.finish_reason == "stop" else "incomplete"
+
+
+def _usage(usage: Usage) -> dict[str, Any]:
+    details = usage.completion_tokens_details
+    return {
+        "input_tokens": usage.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": usage.prompt_tokens_details.cached_tokens, "cache_write_tokens": 0},
+        "output_tokens": usage.completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": details.reasoning_tokens if details is not None else 0},
+        "total_tokens": usage.total_tokens,
+    }

@@ -1,0 +1,235 @@
+"""From a body of ``/v1/responses`` to the chat that asks for the same: one path renders, checks and generates.
+
+What needs stored state is refused by name, since nothing is stored.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from headrace.base.errors import InvalidRequestError
+from headrace.entrypoints.openai.body import convert
+from headrace.entrypoints.openai.protocol import ChatRequest, DeliveryFields, ResponsesRequest
+from headrace.entrypoints.openai.refusals import REFUSALS, Refusal, one_of
+
+MAX_ITEMS = 4096
+RULES = REFUSALS | {
+    "max_tool_calls": Refusal("must be an integer", lambda value: type(value) is int),
+    "include": Refusal("not supported", lambda value: value in ([], ["reasoning.encrypted_content"])),
+    "truncation": Refusal("prompts are never cut; use disabled", one_of("disabled")),
+    "top_logprobs": Refusal("not supported here; use /v1/chat/completions", one_of(0)),
+    # They need stored answers.
+    "background": Refusal("answers are not stored; leave it out", one_of(False)),
+    "previous_response_id": Refusal("answers are not stored; send the whole conversation as input"),
+    "conversation": Refusal("conversations are not stored; send the whole one as input"),
+    "prompt": Refusal("prompts are not stored; send instructions and input"),
+}
+"""This route's table: its own fields, then those of all routes."""
+_SAME_NAME = (
+    *(name for name in DeliveryFields.__struct_fields__ if name not in ("stream_options",)),
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "seed",
+    "stop",
+    "stop_token_ids",
+    "ignore_eos",
+    "min_tokens",
+    "logit_bias",
+    "parallel_tool_calls",
+    "chat_template_kwargs",
+    "include_reasoning",
+    "structured_outputs",
+    "user",
+    "metadata",
+    "service_tier",
+    "safety_identifier",
+    "prompt_cache_key",
+)
+_RENAMED = (
+    ("response_format.json_schema", "text.format"),
+    ("response_format", "text.format"),
+    ("max_completion_tokens", "max_output_tokens"),
+    ("reasoning_effort", "reasoning.effort"),
+    ("messages", "input"),
+)
+
+
+def rename(error: InvalidRequestError) -> InvalidRequestError:
+    """The error of the chat in the words of this route."""
+    message, param = error.message, error.param
+    for theirs, ours in _RENAMED:
+        message = message.replace(theirs, ours)
+        param = param.replace(theirs, ours) if param else param
+    return InvalidRequestError(message, param=param, code=error.code)
+
+
+def make_chat(body: ResponsesRequest) -> ChatRequest:
+    """Return the chat.
+
+    Raises:
+        InvalidRequestError: a wrong shape, or something that is not done; the field is named.
+    """
+    values: dict[str, Any] = {name: getattr(body, name) for name in _SAME_NAME}
+    values["messages"] = _messages(body)
+    values["max_completion_tokens"] = body.max_output_tokens
+    values["response_format"] = _text_format(body.text)
+    values["tools"] = None if body.tools is None else [_tool(f"tools[{i}]", tool) for i, tool in enumerate(body.tools)]
+    values["tool_choice"] = _tool_choice(body.tool_choice)
+    values["reasoning_effort"] = _effort(body.reasoning)
+    if not values["tools"]:
+        # An empty list is how clients of this route say that there are none.
+        values |= {"tools": None, "tool_choice": None if values["tool_choice"] == "auto" else values["tool_choice"]}
+    present = {name: value for name, value in values.items() if value is not None}
+    return convert(present, ChatRequest)
+
+
+def _refuse(where: str, reason: str) -> InvalidRequestError:
+    return InvalidRequestError(f"{where}: {reason}", param=where)
+
+
+def _messages(body: ResponsesRequest) -> list[dict[str, Any]]:
+    first = [{"role": "system", "content": body.instructions}] if body.instructions else []
+    if isinstance(body.input, str):
+        return [*first, {"role": "user", "content": body.input}]
+    if not body.input:
+        raise _refuse("input", "must not be empty")
+    if len(body.input) > MAX_ITEMS:
+        raise _refuse("input", f"at most {MAX_ITEMS} items are allowed")
+    turns = _Turns(first)
+    for index, item in enumerate(body.input):
+        turns.add(f"input[{index}]", item)
+    return turns.messages
+
+
+class _Turns:
+    """Items to messages: reasoning and calls belong to the assistant's turn that they stand in."""
+
+    def __init__(self, messages: list[dict[str, Any]]) -> None:
+        self.messages = messages
+
+    def add(self, where: str, item: dict[str, Any]) -> None:
+        """Take the next item."""
+        match item.get("type", "message"):
+            case "message":
+                self._add_message(where, item)
+            case "function_call":
+                call = {"id": item.get("call_id"), "type": "function"}
+                function = {"name": item.get("name"), "arguments": item.get("arguments")}
+                self._assistant().setdefault("tool_calls", []).append({**call, "function": function})
+            case "function_call_output":
+                content = _content(f"{where}.output", item.get("output"))
+                self.messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": content})
+            case "reasoning":
+                text = _reasoning_text(where, item)
+                if text:
+                    turn = self._assistant(new=True)
+                    turn["reasoning"] = turn.get("reasoning", "") + text
+            case "item_reference":
+                raise _refuse(f"{where}.type", "item_reference needs stored answers, and none are stored")
+            case _:
+                raise _refuse(f"{where}.type", "items must be messages, reasoning, function calls or their outputs")
+
+    def _add_message(self, where: str, item: dict[str, Any]) -> None:
+        role = item.get("role")
+        if not isinstance(role, str):
+            raise _refuse(f"{where}.role", "must be text")
+        content = _content(f"{where}.content", item.get("content"))
+        last = self.messages[-1] if self.messages else {}
+        if role == "assistant" and last.get("role") == "assistant" and last["content"] is None:
+            last["content"] = content
+        else:
+            self.messages.append({"role": role, "content": content})
+
+    def _assistant(self, new: bool = False) -> dict[str, Any]:
+        """The assistant's turn that goes on; ``new`` begins another after content or calls."""
+        last = self.messages[-1] if self.messages else {}
+        goes_on = last.get("role") == "assistant"
+        if not goes_on or (new and (last["content"] is not None or "tool_calls" in last)):
+            self.messages.append({"role": "assistant", "content": None})
+        return self.messages[-1]
+
+
+def _content(where: str, content: Any) -> Any:
+    """Texts and lists of parts; what the parts may be is checked where the chat is rendered."""
+    if isinstance(content, str):
+        return content
+    if isinstance(content, list) and all(isinstance(part, dict) for part in content):
+        return content
+    raise _refuse(where, "must be text or a list of parts")
+
+
+def _reasoning_text(where: str, item: dict[str, Any]) -> str:
+    parts = item.get("content") or item.get("summary") or []
+    if not isinstance(parts, list) or not all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in parts):
+        raise _refuse(f"{where}.content", "must be a list of parts with text")
+    return "\n".join(part["text"] for part in parts)
+
+
+def _text_format(text: Any) -> Any:
+    if text is None:
+        return None
+    if not isinstance(text, dict):
+        raise _refuse("text", "must be an object")
+    for name, value in text.items():
+        if name == "verbosity" and value in (None, "medium"):
+            continue
+        if name != "format":
+            raise _refuse(f"text.{name[:40]}", "not supported")
+    form = text.get("format")
+    if not isinstance(form, dict) or form.get("type") != "json_schema":
+        return form
+    described = {name: value for name, value in form.items() if name != "type"}
+    return {"type": "json_schema", "json_schema": described}
+
+
+def _tool(where: str, tool: Any) -> dict[str, Any]:
+    if not isinstance(tool, dict) or tool.get("type") != "function":
+        raise _refuse(f"{where}.type", "only function tools are supported; the server has none of its own")
+    return {"type": "function", "function": {name: value for name, value in tool.items() if name != "type"}}
+
+
+def _tool_choice(choice: Any) -> Any:
+    if isinstance(choice, dict) and choice.get("type") == "function" and "function" not in choice:
+        return {"type": "function", "function": {"name": choice.get("name")}}
+    return choice
+
+
+def _effort(reasoning: Any) -> Any:
+    if reasoning is None:
+        return None
+    if not isinstance(reasoning, dict):
+        raise _refuse("reasoning", "must be an object")
+    for name, value in reasoning.items():
+        if name != "effort" and value not in (None, "auto"):
+            raise _refuse(f"reasoning.{name[:40]}", "not supported; reasoning is given as it is")
+    return reasoning.get("effort")
+
+
+def describe_body(body: ResponsesRequest) -> dict[str, Any]:
+    """What an answer repeats of its request."""
+    text = body.text if isinstance(body.text, dict) else {}
+    return {
+        "background": False,
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "max_tool_calls": body.max_tool_calls,
+        "metadata": body.metadata or {},
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "previous_response_id": None,
+        "reasoning": {"effort": None, "summary": None},
+        "service_tier": "default",
+        "store": False,
+        "temperature": body.temperature,
+        "text": {"format": text.get("format") or {"type": "text"}},
+        "tool_choice": body.tool_choice if body.tool_choice is not None else "auto",
+        "tools": body.tools or [],
+        "top_logprobs": 0,
+        "top_p": body.top_p,
+        "truncation": "disabled",
+        "user": body.user,
+    }

@@ -1,0 +1,205 @@
+"""The responses route: whole and streamed answers agree, items in every form, nothing stored, refusals by name."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from typing import Any
+
+import openai
+import pytest
+from openai.types.responses import Response
+
+from headrace.testing.engine_config import make_architecture
+from tests.http.conftest import StartService
+from tests.http_service import MODEL, Service
+
+PATH = "/v1/responses"
+WEATHER = {
+    "type": "function",
+    "name": "get_weather",
+    "description": "Weather of a city",
+    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+}
+CALL_TEXT = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Rome"}}\n</tool_call>'
+
+
+async def ask(service: Service, **body: Any) -> Any:
+    return await service.http.post(PATH, json={"model": MODEL, "input": "Hi", **body})
+
+
+def typed(text: str) -> list[dict[str, Any]]:
+    events = []
+    for block in text.strip().split("\n\n"):
+        name, data = block.split("\n")
+        event = json.loads(data.removeprefix("data: "))
+        assert name == f"event: {event['type']}"
+        events.append(event)
+    return events
+
+
+def without_ids(value: Any) -> Any:
+    """A response without what differs from run to run."""
+    if isinstance(value, dict):
+        skipped = ("id", "call_id", "created_at", "completed_at")
+        return {name: without_ids(item) for name, item in value.items() if name not in skipped}
+    return [without_ids(item) for item in value] if isinstance(value, list) else value
+
+
+async def both(service: Service, **body: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The answer and its events, which must say the same."""
+    reply = await ask(service, **body)
+    assert reply.status_code == 200, reply.text
+    events = typed((await ask(service, stream=True, **body)).text)
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    assert [event["type"] for event in events[:2]] == ["response.created", "response.in_progress"]
+    assert without_ids(events[-1]["response"]) == without_ids(reply.json())
+    return reply.json(), events
+
+
+async def test_text(service: Service) -> None:
+    answer, events = await both(service, instructions="Be brief", metadata={"a": "b"})
+    Response.model_validate(answer)
+    (item,) = answer["output"]
+    assert (item["type"], item["status"], item["content"][0]["text"]) == ("message", "completed", "hello")
+    assert answer["status"] == "completed"
+    assert answer["usage"]["output_tokens"] == 6
+    deltas = [event["delta"] for event in events if event["type"] == "response.output_text.delta"]
+    assert "".join(deltas) == "hello"
+    kinds = [event["type"] for event in events]
+    assert kinds.count("response.output_item.done") == kinds.count("response.output_item.added") == 1
+    assert kinds[-1] == "response.completed"
+    prompt = service.tokenizer.decode(service.core.added[0].prompt_token_ids)
+    assert prompt == "<system>Be brief<user>Hi<assistant>"
+
+
+async def test_a_cut_answer_is_incomplete(service: Service) -> None:
+    answer, events = await both(service, max_output_tokens=2)
+    assert answer["status"] == "incomplete"
+    assert answer["incomplete_details"] == {"reason": "max_output_tokens"}
+    assert answer["output"][0]["status"] == "incomplete"
+    assert events[-1]["type"] == "response.incomplete"
+
+
+async def test_items_in_every_form(service: Service) -> None:
+    items = [
+        {"role": "developer", "content": "D"},
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Q"}]},
+        {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "R"}]},
+        {"type": "function_call", "call_id": "c", "name": "get_weather", "arguments": '{"city": "Rome"}'},
+        {"type": "function_call_output", "call_id": "c", "output": "sunny"},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "A", "annotations": []}]},
+        {"role": "user", "content": "Z"},
+    ]
+    assert (await ask(service, input=items)).status_code == 200
+    prompt = service.tokenizer.decode(service.core.added[0].prompt_token_ids)
+    assert prompt == "<system>D<user>Q<assistant><tool>sunny<assistant>A<user>Z<assistant>"
+
+
+async def test_tools(start_service: StartService, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.http_service.MAX_LEN", 1024)
+    monkeypatch.setattr("tests.http_service.make_architecture", partial(make_architecture, max_position=1024))
+    service = await start_service()
+    service.say("Let me look. " + CALL_TEXT)
+    answer, events = await both(service, tools=[WEATHER])
+    Response.model_validate(answer)
+    message, call = answer["output"]
+    assert message["content"][0]["text"].strip() == "Let me look."
+    assert (call["type"], call["name"], call["status"]) == ("function_call", "get_weather", "completed")
+    assert json.loads(call["arguments"]) == {"city": "Rome"}
+    deltas = [event["delta"] for event in events if event["type"] == "response.function_call_arguments.delta"]
+    assert json.loads("".join(deltas)) == {"city": "Rome"}
+    assert answer["tools"][0]["name"] == "get_weather"
+
+
+async def test_the_official_client(start_service: StartService) -> None:
+    service = await start_service()
+    client = openai.AsyncOpenAI(base_url=f"{service.url}/v1", api_key="none")
+    try:
+        answer = await client.responses.create(model=MODEL, input="Hi")
+        assert answer.output_text == "hello"
+        async with client.responses.stream(model=MODEL, input="Hi") as stream:
+            kinds = [event.type async for event in stream]
+            assert (await stream.get_final_response()).output_text == "hello"
+        assert kinds[-1] == "response.completed"
+    finally:
+        await client.close()
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"store": True}, "store"),
+    ({"background": True}, "background"),
+    ({"previous_response_id": "resp_1"}, "previous_response_id"),
+    ({"conversation": "c"}, "conversation"),
+    ({"prompt": {"id": "p"}}, "prompt"),
+    ({"truncation": "auto"}, "truncation"),
+    ({"include": ["message.output_text.logprobs"]}, "include"),
+    ({"top_logprobs": 3}, "top_logprobs"),
+    ({"input": []}, "input"),
+    ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
+    ({"input": [{"type": "computer_call"}]}, "input[0].type"),
+    (
+        {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "http://x"}]}]},
+        "input[0].content[0]",
+    ),
+    ({"input": [{"role": "user"}]}, "input[0].content"),
+    ({"input": [{"content": "x"}]}, "input[0].role"),
+    ({"input": [{"role": "nobody", "content": "x"}]}, "input[0].role"),
+    ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+    ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format"),
+    ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
+    ({"text": {"verbosity": "high"}}, "text.verbosity"),
+    ({"reasoning": {"summary": "detailed"}}, "reasoning.summary"),
+    ({"max_output_tokens": 0}, "max_output_tokens"),
+    ({"temperature": 3}, "temperature"),
+    ({"stream_options": {}}, "stream_options"),
+    ({"tool_choice": "required"}, "tool_choice"),
+    ({"unknown": 1}, "unknown"),
+]
+
+
+@pytest.mark.parametrize(("body", "param"), REFUSED, ids=lambda value: str(value)[:40])
+async def test_refusals(service: Service, body: dict[str, Any], param: str) -> None:
+    for stream in (False, *(() if param == "stream_options" else (True,))):
+        reply = await ask(service, stream=stream, **body)
+        assert reply.status_code == 400, reply.text
+        assert reply.json()["error"]["param"] == param
+
+
+async def test_what_clients_always_send(service: Service) -> None:
+    body = {
+        "store": False,
+        "include": ["reasoning.encrypted_content"],
+        "truncation": "disabled",
+        "tools": [],
+        "tool_choice": "auto",
+        "parallel_tool_calls": True,
+        "reasoning": {"effort": None, "summary": "auto"},
+        "text": {"format": {"type": "text"}, "verbosity": "medium"},
+        "prompt_cache_key": "k",
+        "service_tier": "auto",
+        "user": "me",
+        "background": False,
+    }
+    reply = await ask(service, **body)
+    assert reply.status_code == 200, reply.text
+
+
+async def test_nothing_is_stored(service: Service) -> None:
+    name = (await ask(service)).json()["id"]
+    assert (await service.http.get(f"{PATH}/{name}")).status_code == 404
+
+
+async def test_faults_are_typed_events(start_service: StartService) -> None:
+    import asyncio
+
+    service = await start_service(auto=False)
+    pending = asyncio.create_task(ask(service, stream=True))
+    while not service.core.num_running:
+        await asyncio.sleep(0.001)
+    service.core.step()
+    await asyncio.sleep(0.05)
+    service.core.die("SECRET")
+    events = typed((await pending).text)
+    assert events[-1]["type"] == "error"
+    assert "SECRET" not in json.dumps(events[-1])
