@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import tokenizers
 
+from headrace.base.errors import InvalidRequestError
 from headrace.core.grammar_backend import GrammarError, GrammarTokenizer, LLGuidanceMatcher, compile_grammar
 from headrace.frontend.tokenizer import Tokenizer
 from headrace.messages.sampling_params import ReasoningSpan, StructuredOutputParams
@@ -227,3 +228,14 @@ def test_a_token_that_is_not_allowed_is_an_error_and_nothing_else() -> None:
     matcher = matcher_of(StructuredOutputParams(choice=("ab",)))
     error = matcher.accept(BYTES.encode("x").ids)
     assert error is not None and "does not allow" in error
+
+
+def test_python_values_are_taken_as_well() -> None:
+    schema = {"type": "integer"}
+    assert StructuredOutputParams(json=schema) == StructuredOutputParams(json='{"type":"integer"}')  # type: ignore[arg-type]
+    assert StructuredOutputParams(json=True).json == "true"  # type: ignore[arg-type]
+    assert StructuredOutputParams(choice=["a"]).choice == ("a",)  # type: ignore[arg-type]
+    wrong: list[dict[str, Any]] = [{"json": 5}, {"regex": 5}, {"grammar": b"a"}, {"choice": "ab"}, {"choice": [5]}]
+    for fields in wrong:
+        with pytest.raises(InvalidRequestError, match=next(iter(fields))):
+            StructuredOutputParams(**fields)

@@ -12,6 +12,7 @@ from headrace.core.client import EngineCoreClient
 from headrace.frontend.async_llm import AsyncLLM
 from headrace.frontend.chat import ChatTemplate
 from headrace.frontend.observer import RequestObserver
+from headrace.frontend.parsers.registry import get_reasoning_format, get_tool_format
 from headrace.frontend.tokenizer import Tokenizer
 from headrace.model_files.architecture import generation_defaults
 from headrace.model_files.tokenizer import LoadedTokenizer, load_tokenizer
@@ -21,15 +22,19 @@ def make_async_llm(config: EngineConfig, client: EngineCoreClient, observer: Req
     """Return the frontend, not yet started.
 
     Raises:
-        ConfigError: the chat template cannot be read or does not compile.
+        ConfigError: the chat template cannot be read or does not compile, or a parser is not known.
         ModelFileError: the tokenizer is missing or broken.
     """
     loaded = load_tokenizer(config.model.tokenizer or config.model_path)
+    template = make_chat_template(config, loaded)
+    # Unknown names are to be found now, not when the model has been loaded.
+    get_tool_format(config.model.tool_call_parser, template.source if template else "")
+    get_reasoning_format(config.model.reasoning_parser, template.source if template else "")
     return AsyncLLM(
         client,
         config,
         make_tokenizer(loaded),
-        chat_template=make_chat_template(config, loaded),
+        chat_template=template,
         defaults=sampling_defaults(config),
         observer=observer,
     )

@@ -8,6 +8,7 @@ The engine trusts a record that left the edge.
 from __future__ import annotations
 
 from enum import Enum
+from types import NoneType
 from typing import Any
 
 import msgspec
@@ -43,7 +44,11 @@ class ReasoningSpan(msgspec.Struct, frozen=True):
 class StructuredOutputParams(msgspec.Struct, frozen=True, omit_defaults=True):
     """Exactly one way of constraining the output is set; with ``reasoning`` it holds for what follows that part.
 
-    ``json`` is a JSON schema and ``structural_tag`` a JSON object, both as text; ``grammar`` is Lark.
+    ``json`` is a JSON schema and ``structural_tag`` a JSON object, kept as text but also taken as Python values;
+    ``grammar`` is Lark.
+
+    Raises:
+        InvalidRequestError: a value of another type.
     """
 
     json: str | None = None
@@ -53,6 +58,20 @@ class StructuredOutputParams(msgspec.Struct, frozen=True, omit_defaults=True):
     grammar: str | None = None
     structural_tag: str | None = None
     reasoning: ReasoningSpan | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("json", "structural_tag"):
+            value: Any = getattr(self, name)
+            if isinstance(value, (dict, bool)):
+                msgspec.structs.force_setattr(self, name, msgspec.json.encode(value).decode())
+        if isinstance(self.choice, list):
+            msgspec.structs.force_setattr(self, "choice", tuple(self.choice))
+        for name in ("json", "regex", "grammar", "structural_tag"):
+            if not isinstance(getattr(self, name), (str, NoneType)):
+                raise InvalidRequestError(f"structured_outputs.{name} must be text", param=f"structured_outputs.{name}")
+        choice: Any = self.choice
+        if choice is not None and not (isinstance(choice, tuple) and all(isinstance(text, str) for text in choice)):
+            raise InvalidRequestError("structured_outputs.choice must hold texts", param="structured_outputs.choice")
 
 
 def _check_range(name: str, value: Any, low: float, high: float, *, open_low: bool = False) -> None:
