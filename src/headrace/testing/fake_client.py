@@ -23,15 +23,10 @@ from headrace.messages.outputs import (
     SchedulerStats,
 )
 from headrace.messages.requests import AnyControl, Drain, EngineCoreRequest
-from headrace.messages.runner_output import PromptLogprobs, TokenLogprobs
+from headrace.messages.runner_output import PromptLogprobs
+from headrace.testing.tokens import fake_logprobs
 
 Script = Callable[[EngineCoreRequest], Sequence[int]]
-
-
-def fake_logprobs(token_id: int, count: int) -> TokenLogprobs:
-    """Plausible logprobs: the token itself is the best, its followers by id come next."""
-    candidates = [token_id, *(token_id + place for place in range(count))]
-    return TokenLogprobs(candidates, [-0.5, *(-0.5 - place for place in range(count))], 1)
 
 
 class _Playing:

@@ -29,14 +29,14 @@ from headrace.kv_connector.null import NullWorkerConnector
 from headrace.kv_connector.protocol import WorkerConnector
 from headrace.messages.kv_cache import KVCacheConfig, KVCacheKind, KVCacheSpec
 from headrace.messages.requests import AnyControl, Reload
-from headrace.messages.runner_output import ModelRunnerOutput, StepStats
+from headrace.messages.runner_output import NO_TOKEN_LEFT, ModelRunnerOutput, PromptLogprobs, StepStats, TokenLogprobs
 from headrace.messages.scheduler_output import (
     GrammarOutput,
     NewRequest,
     SchedulerOutput,
 )
 from headrace.testing.faults import FaultPlan, RequestFault, SimulatedFault, parse_fault
-from headrace.testing.tokens import extend_hash, pick_token
+from headrace.testing.tokens import extend_hash, fake_logprobs, pick_token
 
 T = TypeVar("T")
 BYTES_PER_TOKEN = 16
@@ -299,23 +299,48 @@ class SimulatedExecutor(Executor):
         for span in spans:
             request_id = span.row.request.request_id
             request_ids.append(request_id)
-            if span.strikes("logits"):
-                errors[request_id] = "the logits are not finite"
-                sampled.append([])
+            token_ids = None if span.strikes("logits") else self._sample_row(span, masks.get(request_id))
+            sampled.append(token_ids or [])
+            if token_ids is None:
+                errors[request_id] = "the logits are not finite" if span.strikes("logits") else NO_TOKEN_LEFT
                 # A real row has some token here too; steps in flight behind this one compute with it.
                 if span.samples:
                     span.row.write(span.stop, [0])
-            else:
-                sampled.append(self._sample_row(span, masks.get(request_id)))
         return ModelRunnerOutput(
             request_ids=request_ids,
             sampled_token_ids=sampled,
+            logprobs=self._logprobs(spans, sampled),
+            prompt_logprobs=self._prompt_logprobs(spans),
             errors=errors,
             connector=self._connector.after_forward(),
             stats=StepStats(forward_s=1e-3),
         )
 
-    def _sample_row(self, span: _Span, mask: int | None) -> list[int]:
+    def _logprobs(self, spans: list[_Span], sampled: list[list[int]]) -> dict[str, list[TokenLogprobs]]:
+        """Those of the sampled tokens, for requests that want them."""
+        vocab_size = self._config.architecture.vocab_size
+        found = {}
+        for span, token_ids in zip(spans, sampled, strict=True):
+            count = span.row.request.sampling.logprobs
+            if count is not None and token_ids:
+                found[span.row.request.request_id] = [fake_logprobs(i, count, vocab_size) for i in token_ids]
+        return found
+
+    def _prompt_logprobs(self, spans: list[_Span]) -> dict[str, PromptLogprobs]:
+        """Those of the prompt's tokens behind each computed one, for requests that want them."""
+        vocab_size = self._config.architecture.vocab_size
+        found = {}
+        for span in spans:
+            request = span.row.request
+            count = request.sampling.prompt_logprobs
+            ids = request.token_ids[span.start + 1 : min(span.stop + 1, request.num_prompt_tokens)]
+            if count is not None and ids:
+                entries = [fake_logprobs(i, count, vocab_size) for i in ids]
+                found[request.request_id] = PromptLogprobs(span.start + 1, entries)
+        return found
+
+    def _sample_row(self, span: _Span, mask: int | None) -> list[int] | None:
+        """The sampled token, nothing before the last known one, or ``None`` where every token is forbidden."""
         row, sampling = span.row, span.row.request.sampling
         if not span.samples:
             return []
@@ -325,6 +350,8 @@ class SimulatedExecutor(Executor):
         banned = stops if num_outputs < sampling.min_tokens else set()
         if mask is not None:
             banned |= {token_id for token_id in range(vocab_size) if not mask >> token_id & 1}
+        if len(banned) >= vocab_size:
+            return None
         running = row.hashes[span.stop - 1] if len(row.hashes) >= span.stop else 1
         token_id = pick_token(sampling.seed or 0, running ^ span.garbage, vocab_size, banned)
         row.write(span.stop, [token_id])

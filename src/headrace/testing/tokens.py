@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from headrace.messages.outputs import FinishReason
 from headrace.messages.requests import EngineCoreRequest
+from headrace.messages.runner_output import TokenLogprobs
 
 _MASK = (1 << 64) - 1
 
@@ -38,6 +39,13 @@ def pick_token(seed: int, running: int, vocab_size: int, banned: Container[int] 
     while draw % vocab_size in banned:
         draw = extend_hash(draw, 0x5EED)
     return draw % vocab_size
+
+
+def fake_logprobs(token_id: int, count: int, vocab_size: int = 1 << 30) -> TokenLogprobs:
+    """Plausible logprobs: the token itself is the best, its followers by id come next."""
+    count = vocab_size if count < 0 else count
+    candidates = [token_id, *((token_id + place) % vocab_size for place in range(count))]
+    return TokenLogprobs(candidates, [-0.5, *(-0.5 - place for place in range(count))], 1)
 
 
 @dataclass(frozen=True, slots=True)
