@@ -32,6 +32,7 @@ class Live:
     url: str
     llm: AsyncLLM
     metrics: EngineMetrics
+    context: ServerContext
     listener: socket.socket
     end: Callable[[], Awaitable[None]]
 
@@ -81,4 +82,4 @@ async def start_live(*, step_s: float = 0.002, options: dict[str, Any] | None = 
 
     while not server.started:
         await asyncio.sleep(0)
-    return Live(http, url, llm, metrics, listener, end)
+    return Live(http, url, llm, metrics, context, listener, end)

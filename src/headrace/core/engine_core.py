@@ -365,6 +365,7 @@ class EngineCore:
             "state": self._describe_state,
             "stats": lambda: to_builtins(self._recorder.add_totals(self.scheduler.make_stats())),
             "config": lambda: to_builtins(self.config),
+            "kv_blocks": self.scheduler.kv.get_block_states,
             "attention": lambda: {"chosen": self.ready.attention, "refused": self._refused_attention},
         }
         if request.topic in topics:

@@ -100,6 +100,7 @@ def explain_request(
         "num_output_tokens": (core or {}).get("num_output_tokens"),
         "wall_ms": 1e3 * wall,
         "attributed_share": covered / wall if wall > 0 else 1.0,
+        "causes": {cause: CAUSES.get(cause, cause) for cause in totals},
         "totals_ms": dict(sorted(totals.items(), key=lambda item: -item[1])),
         "spans": spans,
         "prefix": (core or {}).get("prefix", {}),

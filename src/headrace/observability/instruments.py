@@ -62,6 +62,17 @@ class Histogram:
         """Sum of values."""
         return self._sum
 
+    def quantile(self, share: float) -> float:
+        """The value below which a share of all lies, spread evenly within its bucket; 0 when there is none."""
+        wanted = share * self.count
+        running, low = 0.0, 0.0
+        for bound, count in zip(self.bounds, self._counts, strict=False):
+            if count and running + count >= wanted:
+                return low + (bound - low) * max(0.0, wanted - running) / count
+            running += count
+            low = bound
+        return low
+
     def family(self, base: dict[str, str]) -> HistogramMetricFamily:
         """The Prometheus form: cumulative buckets."""
         buckets: list[tuple[str, float]] = []

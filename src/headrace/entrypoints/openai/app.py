@@ -20,6 +20,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import headrace
 from headrace.base.errors import NotAcceptingError
+from headrace.entrypoints.dashboard import feed
+from headrace.entrypoints.dashboard.static import FILES, serve_file
 from headrace.entrypoints.openai import generate, insight, models, responses, tokenize, tokens
 from headrace.entrypoints.openai.auth import OPEN_PATHS, KeyGuard
 from headrace.entrypoints.openai.context import ServerContext
@@ -32,6 +34,7 @@ from headrace.observability.metrics import CONTENT_TYPE
 Handler = Callable[[ServerContext, Request], Awaitable[Response]]
 
 CLIENT_GONE_STATUS = 499
+FEED_PATH = "/v1/dashboard/feed"
 WHILE_DRAINING = frozenset({"/inference/v1/abort_requests"})
 """What is posted and brings no new work."""
 
@@ -74,7 +77,8 @@ class Edge:
         except Exception as error:  # noqa: BLE001 - a border: whatever is wrong becomes the answer
             await describe(error, state["request_id"]).response()(scope, receive, send_named)
             return
-        counted = scope["path"] not in OPEN_PATHS
+        # A dashboard that looks on is no work, and nothing to wait for at the end.
+        counted = scope["path"] not in OPEN_PATHS and scope["path"] != FEED_PATH
         self._context.num_in_flight += counted
         marks = Marks(self._context.llm.now(), http=True)
         CURRENT.set(marks)
@@ -130,6 +134,10 @@ async def _metrics(context: ServerContext, request: Request) -> Response:
     return Response(context.metrics.render(), headers={"Content-Type": CONTENT_TYPE})
 
 
+async def _static(context: ServerContext, request: Request) -> Response:
+    return serve_file(request.url.path.removeprefix(context.options.root_path))
+
+
 ROUTES: list[tuple[str, str, Handler]] = [
     ("GET", "/health", _health),
     ("GET", "/ready", _ready),
@@ -149,10 +157,13 @@ ROUTES: list[tuple[str, str, Handler]] = [
     ("GET", "/v1/requests/{request_id}/explain", insight.explain),
     ("GET", "/v1/steps", insight.steps),
     ("GET", "/v1/trace", insight.trace),
+    ("GET", "/v1/dashboard/setup", feed.setup),
+    ("GET", FEED_PATH, feed.follow),
     ("POST", "/start_profile", insight.start_profile),
     ("POST", "/stop_profile", insight.stop_profile),
     ("POST", "/tokenize", tokenize.tokenize),
     ("POST", "/detokenize", tokenize.detokenize),
+    *(("GET", path, _static) for path in FILES),
 ]
 
 

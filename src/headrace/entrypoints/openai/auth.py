@@ -10,7 +10,9 @@ import hashlib
 import hmac
 from collections.abc import Iterable
 
-OPEN_PATHS = frozenset({"/health", "/ready", "/version", "/metrics"})
+from headrace.entrypoints.dashboard.static import STATIC_PATHS
+
+OPEN_PATHS = frozenset({"/health", "/ready", "/version", "/metrics"}) | STATIC_PATHS
 
 
 class KeyGuard:

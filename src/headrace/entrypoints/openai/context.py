@@ -39,6 +39,7 @@ class ServerContext:
         self.draining = False
         self.num_in_flight = 0
         self.start_up_ms: dict[str, float] = {}
+        self.num_followers = 0
         template = llm.chat_template.source if llm.chat_template is not None else ""
         self.tool_format = get_tool_format(llm.config.model.tool_call_parser, template)
         self.reasoning_format = get_reasoning_format(llm.config.model.reasoning_parser, template)

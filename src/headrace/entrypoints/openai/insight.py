@@ -52,6 +52,7 @@ async def describe_requests(context: ServerContext, count: int) -> list[dict[str
     now = llm.now()
     found = await llm.control(Query(topic="requests"), QUERY_TIMEOUT_S)
     rows = []
+    found.sort(key=lambda one: 2 if one["finished"] else 0 if one["admitted"] else 1)
     for one in found[:count]:
         end = one["finished"] or now
         rows.append(

@@ -74,7 +74,8 @@ class RecorderViews:
         """Requests that live, then those that ended, latest first."""
         recorder = self._recorder
         logs = [*reversed(recorder.live.values()), *reversed(recorder.finished.values())]
-        return [_describe(log) for log in logs[:MAX_REQUESTS]]
+        latest = recorder.steps[-1].head_reason if recorder.steps else None
+        return [_describe(log, latest or "") for log in logs[:MAX_REQUESTS]]
 
     def _trace(self, argument: str | None) -> dict[str, Any]:
         """All that a trace viewer can show."""
@@ -96,7 +97,9 @@ class RecorderViews:
         }
 
 
-def _describe(log: RequestLog) -> dict[str, Any]:
+def _describe(log: RequestLog, shared_reason: str = "") -> dict[str, Any]:
+    """A request in short; ``shared_reason`` is why the head of the queue waits, and with it those behind."""
+    own = log.waits[-1][1] if log.waits else shared_reason
     return {
         "request_id": log.request_id,
         "num_prompt_tokens": log.num_prompt_tokens,
@@ -107,5 +110,5 @@ def _describe(log: RequestLog) -> dict[str, Any]:
         "finish_reason": log.finish_reason,
         "num_preemptions": len(log.preemptions),
         "local_hit": log.prefix.get("local_hit", 0),
-        "waiting": log.waits[-1][1] if log.waits and not log.admissions else "",
+        "waiting": own if not log.admissions else "",
     }

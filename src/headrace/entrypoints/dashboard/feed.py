@@ -1,0 +1,119 @@
+"""What the dashboard shows: a tick per second with what changed, and once what stays.
+
+The cost is bounded: a tick asks the core three short questions, holds a bounded number of steps and requests, and only
+so many pages may follow at once. A feed ends when the server drains.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from base64 import b64encode
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from headrace.base.errors import QueueFullError
+from headrace.entrypoints.cli.explain_config import explained
+from headrace.entrypoints.openai.context import ServerContext
+from headrace.entrypoints.openai.insight import QUERY_TIMEOUT_S, describe_requests
+from headrace.entrypoints.openai.sse import EventStream, event
+from headrace.messages.outputs import SchedulerStats
+from headrace.messages.requests import Query
+
+TICK_S = 1.0
+MAX_FOLLOWERS = 8
+MAX_STEPS = 120
+MAX_GRANTS = 32
+MAX_REQUESTS = 40
+MAX_BLOCKS = 65_536
+
+
+class Feed:
+    """Makes ticks for one follower."""
+
+    def __init__(self, context: ServerContext) -> None:
+        self._context = context
+        self._last_step: str | None = None
+        self._generated: tuple[float, float] | None = None
+
+    async def tick(self) -> dict[str, Any]:
+        """Everything that changed since the last one."""
+        llm, metrics = self._context.llm, self._context.metrics
+        steps = await llm.control(Query(topic="steps", argument=self._last_step), QUERY_TIMEOUT_S)
+        blocks = await llm.control(Query(topic="kv_blocks"), QUERY_TIMEOUT_S)
+        stats = await llm.control(Query(topic="stats"), QUERY_TIMEOUT_S)
+        if steps:
+            self._last_step = str(steps[-1]["step"])
+        generated = metrics.generation_tokens.totals[""]
+        return {
+            "steps": [self._describe_step(step) for step in steps[-MAX_STEPS:]],
+            "blocks": b64encode(blocks[:MAX_BLOCKS]).decode(),
+            # What is zero does not travel.
+            "stats": msgspec.structs.asdict(msgspec.convert(stats, SchedulerStats)),
+            "totals": {"generation_tokens": generated, "prompt_tokens": metrics.prompt_tokens.totals[""]},
+            "tokens_per_s": self._rate(generated),
+            "latency": {
+                "ttft": _percentiles(metrics.ttft),
+                "gap": _percentiles(metrics.gap),
+            },
+            "requests": await describe_requests(self._context, MAX_REQUESTS),
+        }
+
+    def _describe_step(self, step: dict[str, Any]) -> dict[str, Any]:
+        """A step with its largest grants, under the clients' names."""
+        name_of = self._context.llm.marks.name_of
+        granted = sorted((step["granted"] or {}).items(), key=lambda item: -item[1])[:MAX_GRANTS]
+        names = ("step", "num_tokens", "num_running", "num_waiting", "waiting_reason", "phases_ms")
+        return {
+            **{name: step[name] for name in (*names, "graph_mode", "graph_reason")},
+            "granted": [[name_of(request_id), count] for request_id, count in granted],
+            "num_requests": len(step["granted"] or ()),
+            "num_preempted": len(step["preempted"]),
+        }
+
+    def _rate(self, generated: float) -> float:
+        now = self._context.llm.now()
+        before, self._generated = self._generated, (now, generated)
+        if before is None or now <= before[0]:
+            return 0.0
+        return (generated - before[1]) / (now - before[0])
+
+
+def _percentiles(histogram: Any) -> list[float] | None:
+    return [histogram.quantile(0.5), histogram.quantile(0.95)] if histogram.count else None
+
+
+async def follow(context: ServerContext, request: Request) -> Response:
+    """``GET /v1/dashboard/feed``."""
+    if context.num_followers >= MAX_FOLLOWERS:
+        message = f"{MAX_FOLLOWERS} dashboards follow this server already"
+        raise QueueFullError(message, retry_after_s=5.0, limit="dashboards")
+    return EventStream(b"", _ticks(context))
+
+
+async def _ticks(context: ServerContext) -> AsyncGenerator[bytes, None]:
+    context.num_followers += 1
+    try:
+        feed = Feed(context)
+        while not context.draining:
+            yield event(await feed.tick())
+            await asyncio.sleep(TICK_S)
+    finally:
+        context.num_followers -= 1
+
+
+async def setup(context: ServerContext, request: Request) -> Response:
+    """``GET /v1/dashboard/setup``: the configuration with reasons, the choices made, the start-up."""
+    llm = context.llm
+    value = {
+        "model": context.model_name,
+        "max_model_len": context.max_model_len,
+        "config": [{"name": name, "value": value, "reason": why} for name, value, why in explained(llm.config)],
+        "attention": await llm.control(Query(topic="attention"), QUERY_TIMEOUT_S),
+        "start_up_ms": context.start_up_ms,
+        "engine_ms": llm.ready.phases_ms,
+    }
+    return Response(msgspec.json.encode(value), media_type="application/json")
