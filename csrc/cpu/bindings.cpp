@@ -311,6 +311,9 @@ std::shared_ptr<Op> make_arg_max(const Matrix& x, const Ints& out) {
 
 }  // namespace
 
+// An array argument: of the right type and layout already, since an op keeps its address and not a converted copy's.
+static constexpr auto array(const char* name) { return nb::arg(name).noconvert(); }
+
 NB_MODULE(_native, m) {
     nb::enum_<Rows>(m, "Rows").value("TOKENS", Rows::Tokens).value("LOGITS", Rows::Logits);
 
@@ -369,24 +372,24 @@ NB_MODULE(_native, m) {
     m.def("is_packable", &is_packable, nb::arg("format"));
     m.def("pack", &pack, nb::arg("team"), nb::arg("parts"), nb::arg("in_features"), nb::arg("quantize") = "",
           nb::arg("gated") = false);
-    m.def("embedding", &make_embedding, nb::arg("ids"), nb::arg("table"), nb::arg("scale"), nb::arg("out"));
-    m.def("norm", &make_norm, nb::arg("x"), nb::arg("residual").none(), nb::arg("weight"), nb::arg("eps"), nb::arg("out"),
-          nb::arg("sum_out").none(), nb::arg("rows"));
-    m.def("add", &make_add, nb::arg("x"), nb::arg("y"), nb::arg("out"), nb::arg("rows"));
-    m.def("gather", &make_gather, nb::arg("x"), nb::arg("index"), nb::arg("out"));
-    m.def("linear", &make_linear, nb::arg("x"), nb::arg("weight"), nb::arg("bias").none(), nb::arg("softcap"),
-          nb::arg("exact"), nb::arg("out"), nb::arg("rows"));
-    m.def("gated", &make_gated, nb::arg("x"), nb::arg("weight"), nb::arg("activation"), nb::arg("exact"), nb::arg("out"),
+    m.def("embedding", &make_embedding, array("ids"), nb::arg("table"), nb::arg("scale"), array("out"));
+    m.def("norm", &make_norm, array("x"), array("residual").none(), array("weight"), nb::arg("eps"), array("out"),
+          array("sum_out").none(), nb::arg("rows"));
+    m.def("add", &make_add, array("x"), array("y"), array("out"), nb::arg("rows"));
+    m.def("gather", &make_gather, array("x"), array("index"), array("out"));
+    m.def("linear", &make_linear, array("x"), array("weight"), array("bias").none(), nb::arg("softcap"),
+          nb::arg("exact"), array("out"), nb::arg("rows"));
+    m.def("gated", &make_gated, array("x"), array("weight"), nb::arg("activation"), nb::arg("exact"), array("out"),
           nb::arg("rows"));
-    m.def("step", &make_step, nb::arg("query_start_loc"), nb::arg("seq_lens"), nb::arg("block_table"),
-          nb::arg("slot_mapping"));
-    m.def("cache", &make_cache, nb::arg("key"), nb::arg("value"), nb::arg("scales").none());
-    m.def("rope", &make_rope, nb::arg("qkv"), nb::arg("positions"), nb::arg("cos_sin"), nb::arg("num_heads"),
-          nb::arg("step"), nb::arg("cache"), nb::arg("q_norm").none(), nb::arg("k_norm").none(), nb::arg("eps"),
-          nb::arg("out"));
-    m.def("attention", &make_attention, nb::arg("q"), nb::arg("num_heads"), nb::arg("scale"), nb::arg("window"),
-          nb::arg("chunk"), nb::arg("softcap"), nb::arg("sinks").none(), nb::arg("step"), nb::arg("cache"), nb::arg("out"));
-    m.def("moe", &make_moe, nb::arg("x"), nb::arg("router"), nb::arg("gate_up"), nb::arg("down"), nb::arg("top_k"),
-          nb::arg("activation"), nb::arg("renormalize"), nb::arg("exact"), nb::arg("out"));
-    m.def("arg_max", &make_arg_max, nb::arg("x"), nb::arg("out"));
+    m.def("step", &make_step, array("query_start_loc"), array("seq_lens"), array("block_table"),
+          array("slot_mapping"));
+    m.def("cache", &make_cache, array("key"), array("value"), array("scales").none());
+    m.def("rope", &make_rope, array("qkv"), array("positions"), array("cos_sin"), nb::arg("num_heads"),
+          nb::arg("step"), nb::arg("cache"), array("q_norm").none(), array("k_norm").none(), nb::arg("eps"),
+          array("out"));
+    m.def("attention", &make_attention, array("q"), nb::arg("num_heads"), nb::arg("scale"), nb::arg("window"),
+          nb::arg("chunk"), nb::arg("softcap"), array("sinks").none(), nb::arg("step"), nb::arg("cache"), array("out"));
+    m.def("moe", &make_moe, array("x"), nb::arg("router"), nb::arg("gate_up"), nb::arg("down"), nb::arg("top_k"),
+          nb::arg("activation"), nb::arg("renormalize"), nb::arg("exact"), array("out"));
+    m.def("arg_max", &make_arg_max, array("x"), array("out"));
 }

@@ -1,0 +1,157 @@
+"""Rotation, store and paged attention: close to the oracle; a token's result depends on its own request alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from headrace.device.attention.metadata import AttentionMetadata, LayerCache
+from headrace.device.ops.reference.ops import ReferenceOps
+from tests.ops_cpu.cases import AttentionCase, make_attention
+from tests.ops_cpu.conftest import all_teams, make_ops
+
+MIXED = ((5, 5), (1, 130), (70, 200), (1, 1), (3, 66))
+F32, F16, I8 = torch.float32, torch.float16, torch.int8
+
+CASES: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
+    "smollm2": ((MIXED, 9, 3, 64, 16, F32), {}),
+    "smollm2 half": ((MIXED, 9, 3, 64, 32, F16), {}),
+    "smollm2 int8": ((MIXED, 9, 3, 64, 32, I8), {}),
+    "window": ((MIXED, 9, 3, 64, 32, F16), {"window": 40}),
+    "chunk and soft cap": ((MIXED, 8, 8, 128, 32, F16), {"chunk": 64, "softcap": 20.0}),
+    "sinks and norms per head": ((MIXED, 16, 2, 64, 64, F32), {"sinks": True, "qk_norm": "head"}),
+    "odd sizes and full norms": ((MIXED, 10, 1, 24, 4, F32), {"qk_norm": "full"}),
+    "one kv head for many": ((MIXED, 32, 1, 80, 16, F16), {}),
+    "small blocks": ((MIXED, 4, 2, 16, 8, I8), {"window": 20}),
+    "two decodes": ((((1, 280), (1, 5)), 9, 3, 64, 16, F16), {}),
+    "many decodes": ((tuple((1, 20 * i + 1) for i in range(20)), 9, 3, 64, 32, F16), {}),
+}
+
+
+def _make(name: str) -> AttentionCase:
+    args, more = CASES[name]
+    return make_attention(*args, **more)
+
+
+def _run(ops: Any, case: AttentionCase) -> tuple[torch.Tensor, torch.Tensor, LayerCache]:
+    cache = case.fresh_cache()
+    q = ops.rotate_and_store(case.qkv.clone(), case.positions, case.cos_sin, case.shape, case.meta, cache, case.qk_norm)
+    return q.clone(), ops.attention(q, case.shape, case.meta, cache).clone(), cache
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_close_to_the_oracle(name, reference: ReferenceOps) -> None:
+    case = _make(name)
+    q, out, cache = _run(make_ops(), case)
+    want_q, want, want_cache = _run(reference, case)
+    torch.testing.assert_close(q, want_q, rtol=2e-6, atol=2e-6)
+    # The blocks hold each implementation's own roundings: one step of their type apart at most.
+    step = {F32: 2e-6, F16: 4e-3, I8: 1.0}[cache.key.dtype]
+    assert (cache.key.float() - want_cache.key.float()).abs().max() <= step
+    assert (cache.value.float() - want_cache.value.float()).abs().max() <= step
+    again = reference.attention(q, case.shape, case.meta, cache)
+    tolerance = 2e-5 if case.shape.softcap else 3e-6
+    torch.testing.assert_close(out, again, rtol=0, atol=tolerance)
+    torch.testing.assert_close(out, want, rtol=0, atol=2e-2 if cache.key.dtype == I8 else 1e-3)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_teams_agree_bit_for_bit(name) -> None:
+    case = _make(name)
+    results = [_run(ops, case) for ops in all_teams()]
+    for q, out, cache in results[1:]:
+        assert torch.equal(q, results[0][0])
+        assert torch.equal(out, results[0][1])
+        assert all(torch.equal(a, b) for a, b in zip(cache, results[0][2], strict=True) if a is not None)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_token_is_the_same_alone(name) -> None:
+    """Any cut of a prompt gives the same: here, the finest one, request by request."""
+    case, ops = _make(name), make_ops()
+    q, out, cache = _run(ops, case)
+    starts, totals = case.meta.query_start_loc.tolist(), case.meta.seq_lens.tolist()
+    for req, total in enumerate(totals):
+        for token in range(starts[req], starts[req + 1]):
+            seen = total - (starts[req + 1] - token) + 1
+            meta = AttentionMetadata(
+                num_tokens=1,
+                num_reqs=1,
+                max_query_len=1,
+                max_seq_len=seen,
+                query_start_loc=torch.tensor([0, 1], dtype=torch.int32),
+                seq_lens=torch.tensor([seen], dtype=torch.int32),
+                block_table=case.meta.block_table[req : req + 1],
+                slot_mapping=case.meta.slot_mapping[token : token + 1],
+            )
+            assert torch.equal(ops.attention(q[token : token + 1].contiguous(), case.shape, meta, cache)[0], out[token])
+
+
+def test_what_nobody_may_see_changes_nothing() -> None:
+    """Slots past a request's end and blocks before its window may hold anything, even NaN."""
+    case, ops = _make("window"), make_ops()
+    _, out, cache = _run(ops, case)
+    seen = torch.zeros(cache.key.shape[0], cache.key.shape[3], dtype=torch.bool)
+    block_size = cache.key.shape[3]
+    starts = case.meta.query_start_loc.tolist()
+    for req, total in enumerate(case.meta.seq_lens.tolist()):
+        first = max(0, total - (starts[req + 1] - starts[req]) - case.shape.window + 1)
+        for position in range(first, total):
+            seen[case.meta.block_table[req, position // block_size], position % block_size] = True
+    case.cache = LayerCache(
+        cache.key.masked_fill(~seen[:, None, None, :], float("nan")),
+        cache.value.masked_fill(~seen[:, None, :, None], float("nan")),
+    )
+    assert torch.equal(_run(ops, case)[1], out)
+
+
+def test_padding_writes_nothing() -> None:
+    case, ops = _make("smollm2"), make_ops()
+    case.meta.slot_mapping[3] = -1
+    untouched = case.fresh_cache()
+    _, _, cache = _run(ops, case)
+    slot = _make("smollm2").meta.slot_mapping[3]
+    block, offset = int(slot) // 16, int(slot) % 16
+    assert torch.equal(cache.key[block, :, :, offset], untouched.key[block, :, :, offset])
+
+
+@pytest.mark.parametrize(
+    ("field", "index", "value", "message"),
+    [
+        ("slot_mapping", 2, 10**9, "slot"),
+        ("slot_mapping", 0, -2, "slot"),
+        ("block_table", (1, 0), 10**6, "block"),
+        ("block_table", (2, 1), -1, "block"),
+        ("seq_lens", 0, 10**6, "request 0"),
+        ("seq_lens", 2, 3, "request 2"),
+        ("query_start_loc", 1, 200, "request"),
+        ("query_start_loc", 5, 3, "query_start_loc"),
+    ],
+)
+def test_indices_out_of_range_are_errors(field, index, value, message) -> None:
+    case, ops = _make("smollm2"), make_ops()
+    getattr(case.meta, field)[index] = value
+    with pytest.raises(IndexError, match=message):
+        _run(ops, case)
+    _run(ops, _make("smollm2"))
+
+
+def test_positions_out_of_range_are_errors() -> None:
+    case, ops = _make("smollm2"), make_ops()
+    case.positions[0] = len(case.cos_sin)
+    with pytest.raises(IndexError, match="position"):
+        _run(ops, case)
+
+
+def test_blocks_of_wrong_shape_are_refused() -> None:
+    case, ops = _make("smollm2"), make_ops()
+    key, value, _ = case.cache
+    case = replace(case, cache=LayerCache(value, value))
+    with pytest.raises(ValueError, match="keys must be"):
+        _run(ops, case)
+    case = replace(case, cache=LayerCache(key.double(), value.double()))
+    with pytest.raises(ValueError, match="must be float32, float16 or int8"):
+        _run(ops, case)
