@@ -83,12 +83,11 @@ class AnswerParser:
 
     @property
     def num_reasoning_tokens(self) -> int:
-        """Tokens of the reasoning so far, its marks included."""
-        return self._count() if self._num_reasoning is None else self._num_reasoning
+        """Tokens of the reasoning so far, its marks included; all there are while it has not ended."""
+        return len(self._reasoning_ids) if self._num_reasoning is None else self._num_reasoning
 
     def _count(self) -> int:
-        if self._reasoning is None or not self._reasoning.num_chars:
-            return 0
+        assert self._reasoning is not None
         place = 0
         for count, text in enumerate(self._split(self._reasoning_ids)):
             if place >= self._reasoning.num_chars:

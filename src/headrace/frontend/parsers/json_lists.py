@@ -171,14 +171,10 @@ class MistralParser(ArrayParser):
         return True
 
     def _in_arguments(self) -> bool:
-        for count, char in enumerate(self._buffer, 1):
-            self._value.feed(char)
-            if self._value.done:
-                self._sink.arguments(self._take(count))
-                self._state = self._in_text
-                return True
-        self._sink.arguments(self._take(len(self._buffer)))
-        return False
+        self._sink.arguments(self._take(self._value.take(self._buffer, 0)))
+        if self._value.done:
+            self._state = self._in_text
+        return self._value.done
 
     def _at_end(self) -> Callable[[], bool]:
         return self._in_text
