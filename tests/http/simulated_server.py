@@ -30,8 +30,9 @@ def main() -> int:
         path = "headrace.testing.simulated_executor:make_executor"
         return make_client(config, "process", executor=path, options={"step_s": float(step_s)})
 
-    setup_logging()
-    return run_server(load_engine_config(settings_from_args(args)), options_from_args(args), make_core)
+    settings = settings_from_args(args)
+    setup_logging(settings.get("log_level", "info"), settings.get("log_format", "text"))
+    return run_server(load_engine_config(settings), options_from_args(args), make_core)
 
 
 if __name__ == "__main__":

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
+from pathlib import Path
 from random import Random
 from typing import Any
 
 import httpx
 import pytest
 
+from headrace.entrypoints.cli.main import main
 from headrace.frontend.tokenizer import Tokenizer
 from headrace.observability.explain import CAUSES, MISSES, as_text, explain_request
 from headrace.observability.marks import MarkBook, Marks
@@ -49,6 +52,24 @@ async def test_a_request_is_found_by_its_header_and_its_id(start: StartLive) -> 
     assert CAUSES["decode"] in text
     assert (await live.http.get("/v1/requests/nobody/explain")).status_code == 404
     assert (await live.http.get("/v1/requests/mine/explain?format=xml")).status_code == 400
+
+
+async def test_the_command_line_explains(start: StartLive, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    live = await start(options={"api_key": ("secret",)})
+    live.http.headers["Authorization"] = "Bearer secret"
+    await live.complete("mine", max_tokens=5)
+    where = ["--url", f"{live.url}/v1", "--api-key", "secret"]
+    assert await asyncio.to_thread(main, ["explain", "mine", *where]) == 0
+    assert "request cmpl-mine: finished" in capsys.readouterr().out
+    assert await asyncio.to_thread(main, ["explain", "mine", "--json", *where]) == 0
+    assert json.loads(capsys.readouterr().out)["id"] == "cmpl-mine"
+    assert await asyncio.to_thread(main, ["explain", "other", *where]) == 1
+    assert "no such request" in capsys.readouterr().err
+    assert await asyncio.to_thread(main, ["explain", "mine", "--url", live.url]) == 1
+    assert "API key" in capsys.readouterr().err
+    output = tmp_path / "trace.json"
+    assert await asyncio.to_thread(main, ["trace", live.url, "--api-key", "secret", "-o", str(output)]) == 0
+    assert json.loads(output.read_text())["traceEvents"]
 
 
 async def test_the_key_guards_explanations(start: StartLive) -> None:

@@ -8,7 +8,10 @@ import pytest
 
 from headrace.messages.outputs import FinishReason
 from headrace.messages.requests import ResetPrefixCache
+from headrace.messages.sampling_params import StructuredOutputParams
 from headrace.observability.flight_recorder.recorder import FlightRecorder
+from headrace.testing.fake_connector import FakeConnector, FakeHits, FakeWorkerConnector
+from headrace.testing.fake_grammar import FakeGrammar
 from headrace.testing.faults import FaultPlan
 from headrace.testing.requests import make_request
 from tests.observability.watched_core import STEP_S, WatchedCore
@@ -88,6 +91,28 @@ def test_prompts_of_others_are_named() -> None:
     core.step(3)
     core.run(make_request("long", prompt(2, 100), 1))
     assert core.causes("stream")["decode_beside_prefill"] >= 5 * STEP_S
+
+
+def test_a_compiling_grammar_is_named() -> None:
+    core = WatchedCore(grammar=FakeGrammar(1000, looks=6))
+    core.add(make_request("plain", prompt(1, 6), 30))
+    core.step(2)
+    wish = {"structured_outputs": StructuredOutputParams(json_object=True)}
+    core.run(make_request("strict", prompt(2, 6), 4, sampling=wish))
+    assert core.causes("strict")["waiting_grammar"] >= 4 * STEP_S
+    assert core.unattributed("strict") < 1e-9
+
+
+def test_kv_on_its_way_is_named() -> None:
+    hits = FakeHits(share=1.0, undecided=1.0, is_async=1.0, fates=("good",), max_steps=5)
+    core = WatchedCore(connector=FakeConnector(3, hits), worker_connector=FakeWorkerConnector())
+    core.run(*(make_request(f"r{i}", prompt(i, 40), 3) for i in range(6)))
+    views = [core.explain(f"r{i}") for i in range(6)]
+    causes = [core.causes(f"r{i}") for i in range(6)]
+    assert any(view["prefix"]["external_hit"] for view in views)
+    assert any("waiting_remote_kvs" in found for found in causes)
+    assert any("waiting_external_hit" in found for found in causes)
+    assert all(core.unattributed(f"r{i}") < 1e-9 for i in range(6))
 
 
 def test_an_abort_ends_the_timeline() -> None:

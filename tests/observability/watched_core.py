@@ -19,11 +19,23 @@ STEP_S = 0.010
 class WatchedCore:
     """An engine core whose steps take ``STEP_S``; ``outputs`` has what its client was told."""
 
-    def __init__(self, *, faults: FaultPlan | None = None, grammar: Any = None, **settings: Any) -> None:
+    def __init__(
+        self,
+        *,
+        faults: FaultPlan | None = None,
+        grammar: Any = None,
+        connector: Any = None,
+        worker_connector: Any = None,
+        **settings: Any,
+    ) -> None:
         self.clock = ManualClock(100.0)
         self.config = make_engine_config(**settings)
         executor = SimulatedExecutor(
-            self.config, clock=self.clock, cost=StepCost(STEP_S, 0.0), faults=faults or FaultPlan()
+            self.config,
+            clock=self.clock,
+            cost=StepCost(STEP_S, 0.0),
+            faults=faults or FaultPlan(),
+            connector=worker_connector,
         )
         self.watching = make_watching(self.config, self.clock)
         self.recorder = self.watching.recorder
@@ -32,6 +44,7 @@ class WatchedCore:
             executor,
             self.clock,
             grammar=grammar,
+            connector=connector,
             **self.watching.parts(),
         )
         self.outputs: dict[str, list[EngineCoreOutput]] = {}

@@ -29,8 +29,9 @@ from headrace.device.runner.graphs import CapturedGraphs, EagerRunner, GraphRunn
 from headrace.device.runner.kv_memory import KVMemory
 from headrace.device.runner.model_runner import ModelRunner, RunnerLimits
 from headrace.executor.base import ExecutorReady
+from headrace.executor.profiling import Profiler
 from headrace.messages.kv_cache import KVCacheConfig
-from headrace.messages.requests import AnyControl, Reload, Sleep, Wake
+from headrace.messages.requests import AnyControl, Profile, Reload, Sleep, Wake
 from headrace.messages.runner_output import ModelRunnerOutput
 from headrace.messages.scheduler_output import GrammarOutput, SchedulerOutput
 
@@ -57,7 +58,9 @@ class Worker:
         self._loaded: LoadedModel | None = None
         self._runner: ModelRunner | None = None
         self._plan: KVCacheConfig | None = None
-        self._verbs: dict[type, Callable[[Any], None]] = {
+        self._profiler = Profiler()
+        self._verbs: dict[type, Callable[[Any], Any]] = {
+            Profile: self._profiler.apply,
             Sleep: self._sleep,
             Wake: self._wake,
             Reload: self._reload,
@@ -116,14 +119,16 @@ class Worker:
     @torch.inference_mode()
     def execute(self, step: SchedulerOutput) -> ModelRunnerOutput | None:
         """Run a step's forward; ``None`` when `sample` must follow."""
-        output = self._awake().execute_model(step)
+        with self._profiler.slice("forward"):
+            output = self._awake().execute_model(step)
         assert output is None or isinstance(output, ModelRunnerOutput), "a single stage hands nothing on"
         return output
 
     @torch.inference_mode()
     def sample(self, grammar: GrammarOutput | None) -> ModelRunnerOutput:
         """Sample the last forward."""
-        return self._awake().sample_tokens(grammar)
+        with self._profiler.slice("sample"):
+            return self._awake().sample_tokens(grammar)
 
     def control(self, request: AnyControl) -> Any:
         """Apply a verb.
