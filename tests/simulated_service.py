@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import tempfile
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -123,12 +124,23 @@ async def start_simulated(
 ) -> SimulatedService:
     """A running server; ``settings`` are the engine's, other arguments the server's."""
     architecture = make_architecture(vocab_size=VOCAB, eos_token_ids=(EOS,))
-    config = make_engine_config(architecture, **{"pipeline_depth": 2, "num_kv_blocks": 200, **(settings or {})})
+    folder = tempfile.TemporaryDirectory()
+    tokenizer = byte_tokenizer()
+    # The core reads it for its grammars.
+    tokenizer.backend.save(f"{folder.name}/tokenizer.json")
+    config = make_engine_config(
+        architecture, **{"pipeline_depth": 2, "num_kv_blocks": 200, "tokenizer": folder.name, **(settings or {})}
+    )
     client = InprocClient(config, EXECUTOR, {"step_s": step_s})
     metrics = EngineMetrics(MODEL, config.max_model_len)
-    llm = FaultyLLM(client, config, byte_tokenizer(), chat_template=ChatTemplate(TEMPLATE, {}), observer=metrics)
+    llm = FaultyLLM(client, config, tokenizer, chat_template=ChatTemplate(TEMPLATE, {}), observer=metrics)
     llm.faults = {}
     await llm.start()
     context = ServerContext(llm, MODEL, ServerOptions(port=0, **options), metrics)
-    http, url, end = await listen(context)
+    http, url, stop = await listen(context)
+
+    async def end() -> None:
+        await stop()
+        folder.cleanup()
+
     return SimulatedService(http, llm, context, url, end)
