@@ -1,7 +1,8 @@
 """The core process: an engine core behind two sockets.
 
-Run as ``python -m headrace.core.process FOLDER PARENT_PID`` by `ProcessClient`; everything else arrives as the first
-message. The main thread runs the loop, an input thread decodes (aborts take the fast lane), an output thread encodes.
+Run as ``python -m headrace.core.process FOLDER PARENT_PID PRELOAD`` by `core.spawn`; it imports the module PRELOAD
+while the server finds out what is to be served. Everything else arrives as the first message. The main thread runs the
+loop, an input thread decodes (aborts take the fast lane), an output thread encodes.
 
 - It leads its own session, so Ctrl-C reaches only the server; it ignores SIGTERM too: the server decides when it ends.
 - It dies with the thread that started it (the kernel sends SIGKILL), so no core outlives its server.
@@ -17,6 +18,8 @@ import os
 import signal
 import sys
 import threading
+from contextlib import suppress
+from importlib import import_module
 from queue import Full, Queue
 
 import msgspec
@@ -42,7 +45,7 @@ from headrace.messages.outputs import EngineCoreOutputs, FromCore
 
 logger = get_logger(__name__)
 
-START_TIMEOUT_MS = 30_000
+RECONNECT_MS = 5
 SEND_TIMEOUT_S = 600.0
 CLOSE_TIMEOUT_S = 5.0
 OUTBOX_LIMIT = 1024
@@ -64,7 +67,6 @@ class _Sockets:
         self.context = zmq.Context()
         self.input = self._connect(zmq.PULL, input_address(folder))
         self.output = self._connect(zmq.PUSH, output_address(folder))
-        self.input.RCVTIMEO = START_TIMEOUT_MS
         self._to_core = to_core_codec()
         self._from_core = from_core_codec()
         self._reading = False
@@ -73,14 +75,15 @@ class _Sockets:
         socket = self.context.socket(kind)
         socket.set_hwm(HIGH_WATER)
         socket.linger = 0
+        # The client may bind its sockets later than this.
+        socket.reconnect_ivl = RECONNECT_MS
         socket.connect(address)
         return socket
 
     def receive_start(self) -> CoreStart:
-        """The first message."""
+        """The first message; the parent's death ends the wait, and with it this process."""
         start = self._to_core.decode(self.input.recv())
         assert isinstance(start, CoreStart), start
-        self.input.RCVTIMEO = -1
         return start
 
     def send(self, message: FromCore) -> None:
@@ -171,15 +174,21 @@ def serve(
     return last_words
 
 
-def main(folder: str, parent_pid: int) -> int:
+def main(folder: str, parent_pid: int, preload: str) -> int:
     """Run a core process; returns its exit code."""
     die_with_parent(parent_pid)
     now = SystemClock().monotonic
     began = now()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
+    if preload:
+        # What is wrong with it is told once there is somebody to tell.
+        with suppress(Exception):
+            import_module(preload)
+    preloaded = now()
     sockets = _Sockets(folder)
     start = sockets.receive_start()
+    received = now()
     observability = start.config.observability
     setup_logging(observability.log_level, observability.log_format, "core")
     progress = ProgressWord(name=start.progress_name)
@@ -191,7 +200,11 @@ def main(folder: str, parent_pid: int) -> int:
         logger.debug("the engine core cannot start", exc_info=True)
         sockets.close(as_failure(error))
         return 1
-    phases_ms = {"process": (began - start.spawned_at) * 1e3, "imports": (imported - began) * 1e3}
+    phases_ms = {
+        "process": (began - start.spawned_at) * 1e3,
+        "imports": (preloaded - began + imported - received) * 1e3,
+        "configuration": (received - preloaded) * 1e3,
+    }
     phases_ms |= core.ready.phases_ms
     phases_ms["other"] = (now() - start.spawned_at) * 1e3 - sum(phases_ms.values())
     last_words = serve(core, sockets, progress, phases_ms)
@@ -200,7 +213,7 @@ def main(folder: str, parent_pid: int) -> int:
 
 
 if __name__ == "__main__":
-    code = main(sys.argv[1], int(sys.argv[2]))
+    code = main(sys.argv[1], int(sys.argv[2]), sys.argv[3])
     sys.stdout.flush()
     sys.stderr.flush()
     # Threads of executors and sockets are no reason to stay.

@@ -1,8 +1,8 @@
 """`ProcessClient`: an engine core in a process of its own.
 
-The constructor spawns the child at once, so that a server can import the rest of itself meanwhile; `start` waits
-until the core is ready. The child belongs to this client: it is watched through its pidfd, and on every way out it
-is ended, by a message, or by SIGKILL when it does not listen.
+The constructor spawns the child at once (or is given one that was spawned before), so that a server can import the
+rest of itself meanwhile; `start` waits until the core is ready. The child belongs to this client: it is watched
+through its pidfd, and on every way out it is ended, by a message, or by SIGKILL when it does not listen.
 
 The thread that makes the client must live as long as the client: the kernel kills the child with it (see
 `core.process`).
@@ -16,22 +16,18 @@ import asyncio
 import os
 import shutil
 import signal
-import subprocess
-import sys
-import tempfile
-import weakref
 from typing import Any
 
 import zmq
 import zmq.asyncio
 
-from headrace.base.clock import SystemClock
 from headrace.base.errors import ConfigError, EngineDeadError, ModelFileError
 from headrace.base.logging import get_logger
 from headrace.base.progress import ProgressWord
 from headrace.config.sections import EngineConfig
 from headrace.core.client import EngineCoreClient
 from headrace.core.mailbox import Mailbox
+from headrace.core.spawn import CoreProcess
 from headrace.core.transport import (
     HIGH_WATER,
     CoreStart,
@@ -66,6 +62,7 @@ class ProcessClient(EngineCoreClient):
         config: of the engine.
         executor: dotted path of the executor's factory (see `CoreStart`).
         options: plain data for the factory.
+        child: a process that was spawned earlier; it belongs to this client from now on.
         start_timeout_s: how long loading may take.
     """
 
@@ -75,12 +72,12 @@ class ProcessClient(EngineCoreClient):
         executor: str,
         options: dict[str, Any] | None = None,
         *,
+        child: CoreProcess | None = None,
         start_timeout_s: float = START_TIMEOUT_S,
     ) -> None:
         self._start_timeout_s = start_timeout_s
-        self._folder = tempfile.mkdtemp(prefix="headrace-")
-        # Should nobody come to remove it: a client that is forgotten, an interpreter that ends.
-        weakref.finalize(self, shutil.rmtree, self._folder, True)
+        self._child = child or CoreProcess(executor.partition(":")[0])
+        self._process, self._folder = self._child.popen, self._child.folder
         self._progress = ProgressWord(shared=True, folder=self._folder)
         self._context = zmq.Context()
         self._input = self._bind(zmq.PUSH, input_address(self._folder))
@@ -93,19 +90,7 @@ class ProcessClient(EngineCoreClient):
             executor=executor,
             options=options or {},
             progress_name=self._progress.name,
-            spawned_at=SystemClock().monotonic(),
-        )
-        self._process = subprocess.Popen(
-            [
-                sys.executable,
-                "-P",
-                "-m",
-                "headrace.core.process",
-                self._folder,
-                str(os.getpid()),
-            ],
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,
+            spawned_at=self._child.spawned_at,
         )
         self._exited = asyncio.Event()
         self._room = asyncio.Semaphore(MAILBOX_LIMIT)
@@ -196,12 +181,9 @@ class ProcessClient(EngineCoreClient):
 
     def close(self) -> None:
         """The part of shutting down that needs no event loop: kill, reap, release. Idempotent."""
-        if self._process.poll() is None:
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+        self._child.end()
         self._context.destroy(linger=0)
         self._progress.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
 
     def _bind(self, kind: int, address: str) -> zmq.Socket[bytes]:
         socket = self._context.socket(kind)

@@ -30,13 +30,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Serve until told to stop."""
-    from headrace.base.logging import setup_logging
-    from headrace.entrypoints.engine_config import load_engine_config
-    from headrace.entrypoints.openai.server import run_server
+    from headrace.core.make_client import EXECUTORS, make_client
+    from headrace.core.spawn import CoreProcess
 
-    options = options_from_args(args)
-    if not options.api_key and (key := api_key()):
-        options = replace(options, api_key=(key,))
-    settings = settings_from_args(args)
-    setup_logging(settings.get("log_level", "info"), settings.get("log_format", "text"))
-    return run_server(load_engine_config(settings), options)
+    # The interpreter and PyTorch load while this process finds out what to serve.
+    with CoreProcess(EXECUTORS["uniproc"].partition(":")[0]) as child:
+        from headrace.base.logging import setup_logging
+        from headrace.entrypoints.engine_config import load_engine_config
+        from headrace.entrypoints.openai.server import run_server
+
+        options = options_from_args(args)
+        if not options.api_key and (key := api_key()):
+            options = replace(options, api_key=(key,))
+        settings = settings_from_args(args)
+        setup_logging(settings.get("log_level", "info"), settings.get("log_format", "text"))
+        return run_server(
+            load_engine_config(settings), options, lambda config: make_client(config, "process", child=child)
+        )

@@ -137,7 +137,14 @@ async def _start(config: EngineConfig, options: ServerOptions, client: EngineCor
     name = config.model.served_model_name or config.model.model
     metrics = EngineMetrics(name, config.max_model_len)
     llm = make_async_llm(config, client, metrics)
-    ready = await llm.start()
+    starting = asyncio.ensure_future(llm.start())
+    try:
+        # Once the core has its message: everything that the first request needs.
+        await asyncio.sleep(0)
+        await asyncio.to_thread(_import_http)
+        ready = await starting
+    finally:
+        starting.cancel()
     cache = {
         "block_size": ready.block_size,
         "num_gpu_blocks": ready.num_blocks,
@@ -193,6 +200,14 @@ class _Signals:
 
     def _caught(self) -> None:
         (self.second if self.first.is_set() else self.first).set()
+
+
+def _import_http() -> None:
+    """Load what serving needs while the model loads."""
+    import uvicorn.lifespan.off
+    import uvicorn.protocols.http.httptools_impl  # noqa: F401
+
+    import headrace.entrypoints.openai.app  # noqa: F401
 
 
 class _Service:
