@@ -95,6 +95,12 @@ async def test_a_running_request_is_explained(start: StartLive) -> None:
             await asyncio.sleep(0.01)
 
 
+async def test_names_with_slashes(start: StartLive) -> None:
+    live = await start()
+    await live.complete("team/job:1", max_tokens=2)
+    assert (await live.explain("team%2Fjob:1"))["id"] == "cmpl-team/job:1"
+
+
 async def test_each_of_n_answers(start: StartLive) -> None:
     live = await start()
     await live.complete("many", n=3, temperature=1, max_tokens=4)

@@ -21,7 +21,7 @@ from headrace.frontend.input_processor import Prompt, PromptTokens
 from headrace.frontend.sync_engine import SyncEngine
 from headrace.frontend.tokenizer import Tokenizer
 from headrace.messages.request_output import RequestOutput
-from headrace.messages.requests import ResetPrefixCache
+from headrace.messages.requests import Profile, ResetPrefixCache
 from headrace.messages.sampling_params import SamplingParams
 from headrace.model_files.tokenizer import load_tokenizer
 
@@ -148,6 +148,14 @@ class LLM:
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes; returns whether that was done."""
         return bool(self._engine.control(ResetPrefixCache()))
+
+    def start_profile(self) -> None:
+        """Begin to profile the operators of every step."""
+        self._engine.control(Profile(start=True))
+
+    def stop_profile(self) -> str:
+        """End the profile; returns the path of its trace."""
+        return str(self._engine.control(Profile(start=False))["path"])
 
     def shutdown(self) -> None:
         """Release the model's memory. Idempotent; also done when the object or the program ends."""

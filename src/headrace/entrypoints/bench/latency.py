@@ -27,6 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch-size", type=positive, default=1, metavar="N", help="prompts (default: %(default)s)")
     parser.add_argument("--num-iters", type=positive, default=10, metavar="N", help="rounds (default: %(default)s)")
     parser.add_argument("--num-warmup", type=positive, default=2, metavar="N", help="uncounted (default: %(default)s)")
+    parser.add_argument("--profile", action="store_true", help="profile one more round and say where its trace lies")
     add_shape_flags(parser)
     add_output_flags(parser)
     add_flags(parser)
@@ -51,6 +52,10 @@ def run(args: argparse.Namespace) -> int:
             start = time.perf_counter()
             llm.generate(prompts, params, use_tqdm=False)
             seconds.append(time.perf_counter() - start)
+        if args.profile:
+            llm.start_profile()
+            llm.generate(prompts, params, use_tqdm=False)
+            print(f"profile: {llm.stop_profile()}")
     counted = seconds[args.num_warmup :]
     mean = sum(counted) / len(counted)
     summary = {

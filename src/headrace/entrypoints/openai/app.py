@@ -154,7 +154,7 @@ ROUTES: list[tuple[str, str, Handler]] = [
     ("POST", "/inference/v1/generate", tokens.generate_tokens),
     ("POST", "/inference/v1/abort_requests", tokens.abort_requests),
     ("GET", "/v1/requests", insight.list_requests),
-    ("GET", "/v1/requests/{request_id}/explain", insight.explain),
+    ("GET", "/v1/requests/{request_id:path}/explain", insight.explain),
     ("GET", "/v1/steps", insight.steps),
     ("GET", "/v1/trace", insight.trace),
     ("GET", "/v1/dashboard/setup", feed.setup),
