@@ -47,6 +47,8 @@ async def test_a_request_is_found_by_its_header_and_its_id(start: StartLive) -> 
         assert (found["state"], found["finish_reason"]) == ("finished", "length")
         assert (found["num_prompt_tokens"], found["num_output_tokens"]) == (2, 5)
         assert found["attributed_share"] >= 0.99
+        assert [count for _, count in found["grants"]] == [2, 1, 1, 1, 1]
+        assert 0 < found["first_token_ms"] < found["wall_ms"]
     text = (await live.http.get("/v1/requests/mine/explain?format=text")).text
     assert text.startswith("request cmpl-mine: finished (length)")
     assert CAUSES["decode"] in text
@@ -112,15 +114,19 @@ async def test_each_of_n_answers(start: StartLive) -> None:
 async def test_slow_tokenising_is_named(start: StartLive, monkeypatch: pytest.MonkeyPatch) -> None:
     live = await start()
     plain = Tokenizer.encode
+    taken_ms: list[float] = []
 
     def slowly(self: Tokenizer, text: str, add_special_tokens: bool = True) -> list[int]:
+        began = time.monotonic()
         time.sleep(0.1)
-        return plain(self, text, add_special_tokens)
+        token_ids = plain(self, text, add_special_tokens)
+        taken_ms.append(1e3 * (time.monotonic() - began))
+        return token_ids
 
     monkeypatch.setattr(Tokenizer, "encode", slowly)
     await live.complete("a", max_tokens=2)
     found = await live.explain("a")
-    assert found["totals_ms"]["tokenise"] == pytest.approx(100, abs=CLOSE_MS)
+    assert found["totals_ms"]["tokenise"] == pytest.approx(sum(taken_ms), abs=CLOSE_MS)
     assert found["attributed_share"] >= 0.99
 
 

@@ -99,17 +99,26 @@ def explain_request(
         "num_prompt_tokens": (core or {}).get("num_prompt_tokens"),
         "num_output_tokens": (core or {}).get("num_output_tokens"),
         "wall_ms": 1e3 * wall,
+        "first_token_ms": _first_token(spans),
         "attributed_share": covered / wall if wall > 0 else 1.0,
         "causes": {cause: CAUSES.get(cause, cause) for cause in totals},
         "totals_ms": dict(sorted(totals.items(), key=lambda item: -item[1])),
         "spans": spans,
         "prefix": (core or {}).get("prefix", {}),
+        "grants": (core or {}).get("grants", []),
         "phases_ms": (core or {}).get("phases_ms", {}),
         "preemptions": [
             {"at_ms": 1e3 * (p["time"] - zero), "step": p["step"], "cause": p["cause"], "for": name_of(p["for"])}
             for p in (core or {}).get("preemptions", ())
         ],
     }
+
+
+def _first_token(spans: list[dict[str, Any]]) -> float | None:
+    """When the core had the first token: at the end of the prompt, once something follows it."""
+    ends = [span["start_ms"] + span["length_ms"] for span in spans if span["cause"] == "prefill"]
+    follows = ends and spans[-1]["start_ms"] >= ends[-1] and spans[-1]["cause"] != "prefill"
+    return ends[-1] if follows else None
 
 
 def _state(marks: Marks, request_id: str, core: dict[str, Any] | None) -> str:

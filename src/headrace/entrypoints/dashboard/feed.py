@@ -18,10 +18,9 @@ from starlette.responses import Response
 from headrace.base.errors import QueueFullError
 from headrace.entrypoints.cli.explain_config import explained
 from headrace.entrypoints.openai.context import ServerContext
-from headrace.entrypoints.openai.insight import QUERY_TIMEOUT_S, describe_requests
+from headrace.entrypoints.openai.insight import ask, describe_requests
 from headrace.entrypoints.openai.sse import EventStream, event
 from headrace.messages.outputs import SchedulerStats
-from headrace.messages.requests import Query
 
 TICK_S = 1.0
 MAX_FOLLOWERS = 8
@@ -41,10 +40,10 @@ class Feed:
 
     async def tick(self) -> dict[str, Any]:
         """Everything that changed since the last one."""
-        llm, metrics = self._context.llm, self._context.metrics
-        steps = await llm.control(Query(topic="steps", argument=self._last_step), QUERY_TIMEOUT_S)
-        blocks = await llm.control(Query(topic="kv_blocks"), QUERY_TIMEOUT_S)
-        stats = await llm.control(Query(topic="stats"), QUERY_TIMEOUT_S)
+        metrics = self._context.metrics
+        steps = await ask(self._context, "steps", self._last_step)
+        blocks = await ask(self._context, "kv_blocks")
+        stats = await ask(self._context, "stats")
         if steps:
             self._last_step = str(steps[-1]["step"])
         generated = metrics.generation_tokens.totals[""]
@@ -112,7 +111,7 @@ async def setup(context: ServerContext, request: Request) -> Response:
         "model": context.model_name,
         "max_model_len": context.max_model_len,
         "config": [{"name": name, "value": value, "reason": why} for name, value, why in explained(llm.config)],
-        "attention": await llm.control(Query(topic="attention"), QUERY_TIMEOUT_S),
+        "attention": await ask(context, "attention"),
         "start_up_ms": context.start_up_ms,
         "engine_ms": llm.ready.phases_ms,
     }

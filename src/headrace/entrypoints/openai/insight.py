@@ -5,6 +5,8 @@ Every route here asks for the key. Nothing here shows a prompt or an answer.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
@@ -27,12 +29,27 @@ def _json(value: Any) -> Response:
     return Response(msgspec.json.encode(value), media_type="application/json")
 
 
+async def ask(context: ServerContext, topic: str, argument: str | None = None) -> Any:
+    """What the core answers; one that is too busy to answer is a 503."""
+    with _in_time():
+        return await context.llm.control(Query(topic=topic, argument=argument), QUERY_TIMEOUT_S)
+
+
+@contextmanager
+def _in_time() -> Iterator[None]:
+    try:
+        yield
+    except TimeoutError:
+        raise ApiError(503, "the engine did not answer in time; /health says whether it advances") from None
+
+
 async def explain(context: ServerContext, request: Request) -> Response:
     """``GET /v1/requests/{id}/explain``; ``?format=text`` for people."""
     form = request.query_params.get("format", "json")
     if form not in ("json", "text"):
         raise InvalidRequestError("format must be json or text", param="format")
-    explanation = await context.llm.explain(request.path_params["request_id"])
+    with _in_time():
+        explanation = await context.llm.explain(request.path_params["request_id"])
     if explanation is None:
         message = "no such request is remembered; the newest thousand are"
         raise ApiError(404, message, param="id", code="request_not_found")
@@ -50,7 +67,7 @@ async def describe_requests(context: ServerContext, count: int) -> list[dict[str
     """The latest requests of the core under their clients' names; times are seconds ago."""
     llm = context.llm
     now = llm.now()
-    found = await llm.control(Query(topic="requests"), QUERY_TIMEOUT_S)
+    found = await ask(context, "requests")
     rows = []
     found.sort(key=lambda one: 2 if one["finished"] else 0 if one["admitted"] else 1)
     for one in found[:count]:
@@ -78,13 +95,13 @@ async def steps(context: ServerContext, request: Request) -> Response:
     after = request.query_params.get("after")
     if after is not None and not (after.isascii() and after.isdigit()):
         raise InvalidRequestError("after must be the id of a step", param="after")
-    found = await context.llm.control(Query(topic="steps", argument=after), QUERY_TIMEOUT_S)
-    return _json({"object": "list", "data": found})
+    found = await ask(context, "steps", after)
+    return _json({"object": "list", "attention": context.llm.ready.attention, "data": found})
 
 
 async def trace(context: ServerContext, request: Request) -> Response:
     """``GET /v1/trace``: the latest steps and requests for Perfetto."""
-    found = await context.llm.control(Query(topic="trace"), QUERY_TIMEOUT_S)
+    found = await ask(context, "trace")
     return _json(make_trace(found, context.llm.marks.name_of))
 
 

@@ -50,6 +50,7 @@ class RecorderViews:
             "forgotten_before": steps[0].scheduled if steps and steps[0].step_id else 0.0,
             "spans": [span.as_dict() for span in spans[:MAX_SPANS]],
             "phases_ms": phase_sums(log, steps, now),
+            "grants": _grants(log, steps),
             "prefix": log.prefix,
             "admissions": [
                 {"time": a.time, "step": a.step_id, "local_hit": a.local_hit, "external_hit": a.external_hit}
@@ -95,6 +96,17 @@ class RecorderViews:
                 if not log.finished or log.finished >= since
             ],
         }
+
+
+def _grants(log: RequestLog, steps: list[StepRecord]) -> list[tuple[int, int]]:
+    """Steps of late that granted the request tokens, and how many."""
+    found = []
+    for step in reversed(steps):
+        if step.granted is None or step.scheduled < log.queued:
+            break
+        if (count := step.granted.get(log.request_id)) is not None:
+            found.append((step.step_id, count))
+    return found[::-1]
 
 
 def _describe(log: RequestLog, shared_reason: str = "") -> dict[str, Any]:
