@@ -80,6 +80,14 @@ def test_quantised_weights_take_int8_activations_unless_float32_is_asked_for() -
         ({"max_token_gap_factor": 0.5}, "max-token-gap-factor"),
         ({"max_modle_len": 4}, "did you mean max_model_len"),
         ({"max_num_queued_reqs": 0}, "max-num-queued-reqs"),
+        ({"dtype": "float61"}, "dtype must be one of auto, float32, bfloat16"),
+        ({"activations": "fast"}, "cpu-activations"),
+        ({"seed": "7"}, "seed must be an integer"),
+        ({"max_num_seqs": True}, "max-num-seqs must be an integer"),
+        ({"enable_prefix_caching": "no"}, "enable-prefix-caching must be true or false"),
+        ({"block_size": None}, "block-size"),
+        ({"kv_cache_memory": "3 parsecs"}, "not a size"),
+        ({"executor": "uniproc", "tensor_parallel_size": 2}, "executor uniproc"),
     ],
 )
 def test_settings_that_cannot_work_are_refused_by_name(settings: dict[str, Any], words: str) -> None:
@@ -93,6 +101,11 @@ def test_native_ops_and_int8_need_built_kernels() -> None:
         make(bare, ops="native")
     with pytest.raises(ConfigError, match="native"):
         make(bare, activations="int8")
+
+
+def test_sizes_may_be_written_with_units_and_whole_numbers_stand_for_floats() -> None:
+    assert make(kv_cache_memory="256MiB").cache.kv_cache_memory == 256 << 20
+    assert make(max_token_gap_ms=50).scheduler.max_token_gap_ms == 50.0
 
 
 def test_flags_give_only_what_was_written() -> None:

@@ -9,7 +9,6 @@ import torch
 
 from headrace.config.sections import (
     CacheSection,
-    ConnectorSection,
     DeviceSection,
     EngineConfig,
     ModelSection,
@@ -35,7 +34,6 @@ def make_config(path: Path, max_model_len: int = 128, backend: str | None = None
         scheduler=SchedulerSection(),
         parallel=ParallelSection(),
         device=DeviceSection(platform="cpu", ops="reference", attention_backend=backend),
-        connector=ConnectorSection(),
         observability=ObservabilitySection(),
         architecture=read_architecture(path),
         model_path=str(path),

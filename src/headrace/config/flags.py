@@ -8,18 +8,12 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterable
 from dataclasses import Field, fields
-from types import NoneType, UnionType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from headrace.config.resolve import SECTIONS
+from headrace.config.resolve import SECTIONS, flag_name, type_of
 from headrace.config.units import parse_size
 
 _OPEN = argparse.SUPPRESS
-
-
-def flag_name(field: Field[Any]) -> str:
-    """``--max-model-len`` for ``max_model_len``, unless the field names its own flag."""
-    return "--" + field.metadata.get("flag", field.name.replace("_", "-"))
 
 
 def add_flags(parser: argparse.ArgumentParser, skip: Iterable[str] = ("model",)) -> None:
@@ -30,16 +24,14 @@ def add_flags(parser: argparse.ArgumentParser, skip: Iterable[str] = ("model",))
         hints = get_type_hints(kind)
         for field in fields(kind):
             if field.name not in skipped:
-                _add_flag(group, field, hints[field.name])
+                _add_flag(group, field, type_of(hints, field)[0])
 
 
-def _add_flag(group: argparse._ArgumentGroup, field: Field[Any], hint: Any) -> None:
+def _add_flag(group: argparse._ArgumentGroup, field: Field[Any], base: Any) -> None:
     help_text = field.metadata["help"].replace("%", "%%")
     default = field.default
     shown = "" if default in (None, "", 0) or isinstance(default, bool) else f" (default: {default})"
     options: dict[str, Any] = {"dest": field.name, "default": _OPEN, "help": help_text + shown}
-    inner = [a for a in get_args(hint) if a is not NoneType] if get_origin(hint) is UnionType else [hint]
-    base = inner[0]
     if base is bool:
         group.add_argument(flag_name(field), action=argparse.BooleanOptionalAction, **options)
         return

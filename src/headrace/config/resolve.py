@@ -7,15 +7,16 @@ is made here once, and `headrace explain-config` prints why.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields, replace
-from typing import Any
+from dataclasses import Field, fields, replace
+from pathlib import PurePath
+from types import NoneType, UnionType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from headrace.base.errors import ConfigError
 from headrace.config.architecture import Architecture
 from headrace.config.hardware import HardwareInfo
 from headrace.config.sections import (
     CacheSection,
-    ConnectorSection,
     DeviceSection,
     EngineConfig,
     LimitsSection,
@@ -24,6 +25,7 @@ from headrace.config.sections import (
     ParallelSection,
     SchedulerSection,
 )
+from headrace.config.units import parse_size
 
 SECTIONS: dict[str, type] = {
     "model": ModelSection,
@@ -31,12 +33,16 @@ SECTIONS: dict[str, type] = {
     "scheduler": SchedulerSection,
     "parallel": ParallelSection,
     "device": DeviceSection,
-    "connector": ConnectorSection,
     "observability": ObservabilitySection,
     "limits": LimitsSection,
 }
 CPU_TOKEN_GAP_FACTOR = 1.5
 FLOAT_FORMATS = frozenset({"F32", "F16", "BF16"})
+
+
+def flag_name(field: Field[Any]) -> str:
+    """``--max-model-len`` for ``max_model_len``, unless the field names its own flag."""
+    return "--" + field.metadata.get("flag", field.name.replace("_", "-"))
 
 
 def section_of(name: str) -> str:
@@ -52,6 +58,38 @@ def section_of(name: str) -> str:
     raise ConfigError(f"unknown setting '{name}'{hint}")
 
 
+def type_of(hints: Mapping[str, Any], field: Field[Any]) -> tuple[Any, bool]:
+    """The type of a setting beside ``None``, and whether it may be ``None``."""
+    hint = hints[field.name]
+    if get_origin(hint) is not UnionType:
+        return hint, False
+    (inner,) = (arm for arm in get_args(hint) if arm is not NoneType)
+    return inner, True
+
+
+def _checked(kind: type, name: str, value: Any) -> Any:
+    """A setting as its section wants it: sizes may be written with units; raises `ConfigError` for another type."""
+    field = next(f for f in fields(kind) if f.name == name)
+    wanted, optional = type_of(get_type_hints(kind), field)
+    flag = flag_name(field)
+    if value is None and optional:
+        return None
+    if get_origin(wanted) is Literal:
+        if value not in get_args(wanted):
+            raise ConfigError(f"{flag} must be one of {', '.join(map(str, get_args(wanted)))}")
+        return value
+    if isinstance(value, str) and field.metadata.get("unit") == "bytes":
+        return parse_size(value)
+    if isinstance(value, PurePath) and wanted is str:
+        return str(value)
+    if wanted is float and type(value) is int:
+        return float(value)
+    if not isinstance(value, wanted) or (isinstance(value, bool) and wanted is not bool):
+        named = {int: "an integer", float: "a number", bool: "true or false", str: "text"}[wanted]
+        raise ConfigError(f"{flag} must be {named}")
+    return value
+
+
 class _Resolver:
     """Collects decided values and reasons, section by section."""
 
@@ -61,7 +99,7 @@ class _Resolver:
         grouped: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
         for name, value in settings.items():
             section = section_of(name)
-            grouped[section][name] = value
+            grouped[section][name] = _checked(SECTIONS[section], name, value)
             self.reasons[f"{section}.{name}"] = "set by the user"
         for section, kind in SECTIONS.items():
             self.values[section] = kind(**grouped[section])
@@ -116,17 +154,18 @@ def _check(r: _Resolver) -> None:
         "parallel.num_threads": 0,
         "parallel.tensor_parallel_size": 1,
         "parallel.pipeline_parallel_size": 1,
-        "parallel.data_parallel_size": 1,
         "observability.max_logprobs": -1,
     }
-    optional = ("model.max_model_len", "cache.num_kv_blocks", "scheduler.max_num_scheduled_tokens")
+    optional = (
+        "model.max_model_len",
+        "cache.num_kv_blocks",
+        "scheduler.max_num_scheduled_tokens",
+        "scheduler.max_num_queued_reqs",
+        "scheduler.max_num_queued_tokens",
+    )
     at_least |= {path: 1 for path in optional if r.get(path) is not None}
-    for path in ("scheduler.max_num_queued_reqs", "scheduler.max_num_queued_tokens"):
-        if r.get(path) is not None:
-            at_least[path] = 1
     for path, low in at_least.items():
-        value = r.get(path)
-        if isinstance(value, bool) or not isinstance(value, int) or value < low:
+        if r.get(path) < low:
             raise ConfigError(f"--{path.split('.')[1].replace('_', '-')} must be an integer of at least {low}")
     if not 0.0 < r.get("cache.kv_cache_share") < 1.0:
         raise ConfigError("--kv-cache-share must lie between 0 and 1")
@@ -150,7 +189,7 @@ def _check_limits(r: _Resolver) -> None:
                 raise ConfigError(f"{flag} must be above 0")
             continue
         most = one.metadata.get("most", (1 << 63) - 1)
-        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+        if not 1 <= value <= most:
             raise ConfigError(f"{flag} must be an integer from 1 to {most}")
 
 
@@ -168,10 +207,12 @@ def _resolve_device(r: _Resolver, hardware: HardwareInfo) -> None:
         raise ConfigError("--ops native: the native kernels are not built; reinstall where g++ exists")
     if r.get("parallel.num_threads") == 0:
         r.decide("parallel.num_threads", hardware.num_cores, "cores that affinity and cgroup quota allow")
+    ranks = r.get("parallel.tensor_parallel_size") * r.get("parallel.pipeline_parallel_size")
     if r.get("parallel.executor") == "auto":
-        ranks = r.get("parallel.tensor_parallel_size") * r.get("parallel.pipeline_parallel_size")
         kind = "uniproc" if ranks == 1 else "multiproc"
         r.decide("parallel.executor", kind, f"{ranks} worker{'s' if ranks > 1 else ''} on one machine")
+    elif r.get("parallel.executor") == "uniproc" and ranks > 1:
+        raise ConfigError(f"--executor uniproc runs one worker, not {ranks}; leave it out, or take multiproc")
 
 
 def _resolve_model(r: _Resolver, architecture: Architecture) -> None:

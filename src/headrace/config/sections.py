@@ -42,7 +42,6 @@ class ModelSection:
         "template", "How the model marks reasoning, or none; template asks its chat template."
     )
     grammar_timeout_s: float = setting(5.0, "Most seconds that preparing one structured output may take.")
-    packed_cache: bool = setting(False, "Keep packed weights on disk to make later starts faster.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,9 +100,7 @@ class ParallelSection:
 
     tensor_parallel_size: int = setting(1, "Ranks that share each layer.")
     pipeline_parallel_size: int = setting(1, "Stages of layers.")
-    data_parallel_size: int = setting(1, "Copies of the engine.")
-    enable_expert_parallel: bool = setting(False, "Spread experts over ranks.")
-    executor: Literal["auto", "uniproc", "multiproc", "ray"] = setting("auto", "Where workers run.")
+    executor: Literal["auto", "uniproc", "multiproc"] = setting("auto", "Where workers run.")
     num_threads: int = setting(0, "Threads of CPU kernels; 0 takes the cores that this process may use.")
 
 
@@ -115,15 +112,6 @@ class DeviceSection:
     attention_backend: str | None = setting(None, "Force an attention backend; an unusable one is an error.")
     ops: Literal["auto", "reference", "native", "triton"] = setting("auto", "Implementation of operators.")
     enforce_eager: bool = setting(False, "Never capture graphs.")
-
-
-@dataclass(frozen=True, slots=True)
-class ConnectorSection:
-    """KV transfer."""
-
-    kv_connector: str | None = setting(None, "Name of the KV connector.")
-    kv_role: Literal["producer", "consumer", "both"] = setting("both", "Side of a P/D pair.")
-    kv_load_failure_policy: Literal["fail", "recompute"] = setting("fail", "What a failed load does.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +140,6 @@ class EngineConfig:
     scheduler: SchedulerSection
     parallel: ParallelSection
     device: DeviceSection
-    connector: ConnectorSection
     observability: ObservabilitySection
     architecture: Architecture
     model_path: str

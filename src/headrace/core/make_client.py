@@ -15,7 +15,6 @@ ClientKind = Literal["inproc", "process"]
 EXECUTORS = {
     "uniproc": "headrace.executor.uniproc:make_executor",
     "multiproc": "headrace.executor.multiproc:make_executor",
-    "ray": "headrace.executor.ray:make_executor",
 }
 
 
