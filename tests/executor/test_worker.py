@@ -102,6 +102,7 @@ def test_chunks_and_decodes_equal_whole_forwards(engine: Engine, expected: list[
 
 @pytest.mark.parametrize("level", [1, 2])
 def test_sleep_and_wake(engine: Engine, expected: list[int], level: int) -> None:
+    """B103."""
     engine.greedy("a", 2)
     engine.executor.control(Sleep(level=level))
     with pytest.raises(RuntimeError, match="asleep"):

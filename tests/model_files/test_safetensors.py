@@ -53,6 +53,7 @@ def test_shards_are_joined_by_the_index(tmp_path: Path) -> None:
 
 
 def test_missing_shard(tmp_path: Path) -> None:
+    """B107."""
     write_shards(tmp_path, SHARDS)
     (tmp_path / NAMES[1]).unlink()
     with pytest.raises(ModelFileError, match=f"{NAMES[1]}: is missing, but model.safetensors.index.json names it"):
