@@ -25,14 +25,31 @@ def make_trace(view: dict[str, Any], name_of: Callable[[str], str] = str) -> dic
     zero = min(starts, default=0.0)
     events: list[dict[str, Any]] = [
         _name("process_name", _STEPS, 0, "engine"),
-        _name("thread_name", _STEPS, 1, "steps"),
         _name("process_name", _REQUESTS, 0, "requests"),
     ]
+    lanes, lane_of = _assign_lanes(steps)
+    events += [
+        _name("thread_name", _STEPS, lane, "steps" if lane == 1 else f"steps {lane}") for lane in range(1, lanes + 1)
+    ]
     for step in steps:
-        events += _step_events(step, zero)
+        events += _step_events(step, lane_of.get(step["step"], 1), zero)
+    lane_at = {step["scheduled"]: lane_of.get(step["step"], 1) for step in steps}
     for track, one in enumerate(requests, 1):
-        events += _request_events(one, track, zero, name_of)
+        events += _request_events(one, track, zero, name_of, lane_at.get(one["admitted"]))
     return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def _assign_lanes(steps: list[dict[str, Any]]) -> tuple[int, dict[int, int]]:
+    """Steps in flight overlap, which slices of one track may not: each goes to the first track that is free."""
+    ends: list[float] = []
+    lane_of: dict[int, int] = {}
+    for step in steps:
+        if not step["committed"]:
+            continue
+        lane = next((index for index, end in enumerate(ends) if end <= step["scheduled"]), len(ends))
+        ends[lane : lane + 1] = [step["committed"]]
+        lane_of[step["step"]] = lane + 1
+    return max(1, len(ends)), lane_of
 
 
 def _name(kind: str, pid: int, tid: int, name: str) -> dict[str, Any]:
@@ -43,25 +60,24 @@ def _us(seconds: float) -> float:
     return round(1e6 * seconds, 1)
 
 
-def _step_events(step: dict[str, Any], zero: float) -> list[dict[str, Any]]:
+def _step_events(step: dict[str, Any], lane: int, zero: float) -> list[dict[str, Any]]:
     start, end = step["scheduled"], step["committed"]
-    base = {"pid": _STEPS, "tid": 1}
-    usage = {"ph": "C", "name": "KV blocks in use, %", "pid": _STEPS, "tid": 2, "ts": _us(start - zero)}
-    events: list[dict[str, Any]] = [usage | {"args": {"used": round(100 * step["kv_usage"], 2)}}]
-    queues = {"ph": "C", "name": "requests", "pid": _STEPS, "tid": 3, "ts": _us(start - zero)}
-    events.append(queues | {"args": {"running": step["num_running"], "waiting": step["num_waiting"]}})
-    if not end:
-        return events
-    args = {name: step[name] for name in ("num_tokens", "graph_mode", "graph_reason", "waiting_reason", "blocks")}
-    # Steps in flight overlap, which one track of plain slices cannot show: they are asynchronous ones.
-    common = {**base, "cat": "step", "id": step["step"], "name": f"step {step['step']}"}
-    events.append({"ph": "b", **common, "ts": _us(start - zero), "args": args | {"phases_ms": step["phases_ms"]}})
-    events.append({"ph": "e", **common, "ts": _us(end - zero)})
+    usage = {"ph": "C", "name": "KV blocks in use, %", "pid": _STEPS, "ts": _us(start - zero)}
+    queues = {"ph": "C", "name": "requests", "pid": _STEPS, "ts": _us(start - zero)}
+    events: list[dict[str, Any]] = [
+        usage | {"args": {"used": round(100 * step["kv_usage"], 2)}},
+        queues | {"args": {"running": step["num_running"], "waiting": step["num_waiting"]}},
+    ]
+    if end:
+        names = ("num_tokens", "graph_mode", "graph_reason", "waiting_reason", "blocks", "phases_ms")
+        where = {"pid": _STEPS, "tid": lane, "ts": _us(start - zero), "dur": _us(end - start)}
+        args = {name: step[name] for name in names}
+        events.append({"ph": "X", "name": f"step {step['step']}", **where, "args": args})
     return events
 
 
 def _request_events(
-    one: dict[str, Any], track: int, zero: float, name_of: Callable[[str], str]
+    one: dict[str, Any], track: int, zero: float, name_of: Callable[[str], str], first_lane: int | None
 ) -> list[dict[str, Any]]:
     base = {"pid": _REQUESTS, "tid": track}
     events = [_name("thread_name", _REQUESTS, track, name_of(one["request_id"]))]
@@ -70,8 +86,8 @@ def _request_events(
         detail = {key: name_of(value) if key == "for" else value for key, value in span["detail"].items()}
         args = {"why": CAUSES.get(span["cause"], span["cause"]), "steps": span["num_steps"], **detail}
         events.append({"ph": "X", **base, "name": span["cause"], "ts": start, "dur": length, "args": args})
-    if one["admitted"]:
+    if first_lane is not None:
         flow = {"cat": "admission", "name": "runs in", "id": track, "ts": _us(one["admitted"] - zero)}
         events.append({"ph": "s", **flow, **base})
-        events.append({"ph": "f", "bp": "e", **flow, "pid": _STEPS, "tid": 1})
+        events.append({"ph": "f", "bp": "e", **flow, "pid": _STEPS, "tid": first_lane})
     return events
