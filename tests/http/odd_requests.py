@@ -86,6 +86,7 @@ PLAUSIBLE: dict[str, list[Any]] = {
     "tools": [[TOOL], [], [TOOL, TOOL]],
     "tool_choice": ["auto", "none", "required", {"type": "function", "function": {"name": "f"}}],
     "return_token_ids": [True],
+    "return_timing": [True],
     "continue_final_message": [True],
     "add_generation_prompt": [False],
     "chat_template_kwargs": [{"mood": "!"}, {"tokenize": True}],

@@ -300,3 +300,16 @@ async def test_slices_of_a_track_do_not_overlap(start: StartLive) -> None:
     steps = {(e["pid"], e["tid"]): e["ts"] for e in events if e["ph"] == "X" and e["pid"] == 1}
     arrows = [e for e in events if e["ph"] == "f"]
     assert len(arrows) == 4 and all((e["pid"], e["tid"]) in steps for e in arrows)
+
+
+async def test_usage_carries_timing_on_request(start: StartLive) -> None:
+    live = await start(step_s=0.01)
+    usage = (await live.complete("a", max_tokens=5)).json()["usage"]
+    assert "timing" not in usage
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 5, "return_timing": True}
+    whole = (await live.http.post("/v1/chat/completions", json=body | {"ignore_eos": True})).json()["usage"]["timing"]
+    assert whole["prefill_ms"] >= 9 and whole["decode_ms"] >= 20 and whole["num_preemptions"] == 0
+    fields = body | {"stream": True, "ignore_eos": True, "stream_options": {"include_usage": True}}
+    lines = (await live.http.post("/v1/chat/completions", json=fields)).text.splitlines()
+    last = json.loads([line for line in lines if line.startswith("data: {")][-1][6:])
+    assert last["usage"]["timing"]["decode_ms"] >= 20

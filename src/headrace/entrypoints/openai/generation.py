@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from headrace.base.errors import InvalidRequestError, RequestFailedError
-from headrace.entrypoints.openai.protocol import DeliveryFields, Usage, make_usage
+from headrace.entrypoints.openai.protocol import DeliveryFields, Timing, Usage, make_usage
+from headrace.messages.outputs import RequestTimes
 from headrace.messages.request_output import CompletionOutput, RequestOutput
 from headrace.messages.runner_output import NO_TOKEN_LEFT
 from headrace.messages.sampling_params import SamplingParams
@@ -94,23 +95,44 @@ async def _pump(index: int, stream: OutputStream, queue: asyncio.Queue[Item | Ba
 
 
 class UsageCounter:
-    """Tokens of all prompts and answers of a request; each prompt counts once."""
+    """Tokens of all prompts and answers of a request; each prompt counts once.
 
-    def __init__(self) -> None:
+    Args:
+        timed: tell where the time went, too.
+    """
+
+    def __init__(self, timed: bool = False) -> None:
         self._prompts: dict[int, tuple[int, int]] = {}
         self._completion = 0
+        self._timed = timed
+        self._slowest: RequestTimes | None = None
 
     def add(self, index: int, output: RequestOutput, num_new_tokens: int) -> None:
         """Count an output of the prompt with this index."""
         self._completion += num_new_tokens
         if index not in self._prompts or self._prompts[index][1] < output.num_cached_tokens:
             self._prompts[index] = (len(output.prompt_token_ids), output.num_cached_tokens)
+        if output.times is not None and (self._slowest is None or output.times.last_token > self._slowest.last_token):
+            self._slowest = output.times
 
     def usage(self, reasoning_tokens: int | None = None) -> Usage:
         """The sums so far."""
         prompt = sum(tokens for tokens, _ in self._prompts.values())
         cached = sum(hits for _, hits in self._prompts.values())
-        return make_usage(prompt, self._completion, cached, reasoning_tokens)
+        usage = make_usage(prompt, self._completion, cached, reasoning_tokens)
+        if self._timed and self._slowest is not None and self._slowest.first_token:
+            usage.timing = make_timing(self._slowest)
+        return usage
+
+
+def make_timing(times: RequestTimes) -> Timing:
+    """The core's milestones as stretches."""
+    return Timing(
+        queue_ms=1e3 * max(0.0, times.first_scheduled - times.arrival),
+        prefill_ms=1e3 * max(0.0, times.first_token - times.first_scheduled),
+        decode_ms=1e3 * max(0.0, times.last_token - times.first_token),
+        num_preemptions=times.num_preemptions,
+    )
 
 
 def check_output(output: CompletionOutput) -> None:

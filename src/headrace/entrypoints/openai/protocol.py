@@ -70,6 +70,7 @@ class GenerationFields(DeliveryFields, kw_only=True, forbid_unknown_fields=True)
     spaces_between_special_tokens: bool | None = None
     # delivery
     return_token_ids: bool | None = None
+    return_timing: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     # engine
     add_special_tokens: bool | None = None
@@ -251,14 +252,27 @@ class CompletionTokensDetails(Struct, kw_only=True):
     reasoning_tokens: int
 
 
+class Timing(Struct, kw_only=True):
+    """Where the time of the slowest answer went in the engine, in milliseconds."""
+
+    queue_ms: float
+    prefill_ms: float
+    decode_ms: float
+    num_preemptions: int
+
+
 class Usage(Struct, kw_only=True, omit_defaults=True):
-    """What a request used; a prompt counts once whatever ``n``. The details of answers are there for chats alone."""
+    """What a request used; a prompt counts once whatever ``n``. The details of answers are there for chats alone.
+
+    ``timing`` is there when it was asked for and the engine had begun.
+    """
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
     completion_tokens_details: CompletionTokensDetails | None = None
+    timing: Timing | None = None
 
 
 def make_usage(
