@@ -20,13 +20,13 @@ from headrace.entrypoints.openai.chat import ChatCall
 from headrace.entrypoints.openai.context import ServerContext
 from headrace.entrypoints.openai.errors import describe
 from headrace.entrypoints.openai.generate import deliver, name_request
-from headrace.entrypoints.openai.generation import Work, check_output
+from headrace.entrypoints.openai.generation import check_output
 from headrace.entrypoints.openai.protocol import ResponsesRequest, Usage
 from headrace.entrypoints.openai.refusals import check_refusals
 from headrace.entrypoints.openai.responses_input import RULES, describe_body, make_chat, rename
 from headrace.entrypoints.openai.responses_items import ItemBuilder
 from headrace.entrypoints.openai.sse import EventStream, typed_event
-from headrace.messages.request_output import CompletionOutput, RequestOutput
+from headrace.messages.request_output import CompletionOutput
 
 
 async def respond(context: ServerContext, request: Request) -> Response:
@@ -57,7 +57,6 @@ class ResponsesCall:
     chat: ChatCall
     created: int = field(default_factory=lambda: int(time.time()))
     builder: ItemBuilder = field(default_factory=ItemBuilder)
-    _final: RequestOutput | None = None
 
     @classmethod
     async def prepare(cls, context: ServerContext, body: ResponsesRequest, request_id: str) -> ResponsesCall:
@@ -73,23 +72,15 @@ class ResponsesCall:
         chat.work = replace(chat.work, answer_id=answer_id)
         return cls(context, body, answer_id, chat)
 
-    @property
-    def work(self) -> Work:
-        """What is sent to the engine."""
-        return self.chat.work
-
-    async def collect(self) -> None:
-        """Wait for the output."""
-        async for _, output in self.work.run(self.context):
-            self._final = output
-
-    def build(self) -> dict[str, Any]:
-        """The whole answer from what was collected."""
-        assert self._final is not None
-        (last,) = self._final.outputs
-        check_output(last)
-        self.chat.counter.add(0, self._final, len(last.token_ids))
-        self.builder.feed(self.chat.parts.parse(last))
+    async def answer(self) -> dict[str, Any]:
+        """The whole answer."""
+        last: CompletionOutput | None = None
+        async for _, output in self.chat.work.run(self.context):
+            for last in output.outputs:
+                check_output(last)
+                self.chat.counter.add(0, output, len(last.token_ids))
+                self.builder.feed(self.chat.parts.parse(last))
+        assert last is not None
         status = _status(last)
         self.builder.close(status)
         return self._response(status, last)
@@ -97,7 +88,7 @@ class ResponsesCall:
     async def stream(self) -> AsyncGenerator[bytes, None]:
         """Its typed events."""
         builder = self.builder
-        async for _, output in self.work.run(self.context):
+        async for _, output in self.chat.work.run(self.context):
             events: list[bytes] = []
             if not builder.started:
                 events += [

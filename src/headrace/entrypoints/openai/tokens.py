@@ -104,7 +104,6 @@ class TokenCall:
     body: GenerateRequest
     work: Work
     counter: UsageCounter = field(default_factory=UsageCounter)
-    _final: RequestOutput | None = None
 
     @classmethod
     async def prepare(cls, context: ServerContext, body: GenerateRequest, request_id: str) -> TokenCall:
@@ -123,14 +122,11 @@ class TokenCall:
             raise InvalidRequestError(error.message, param="token_ids", code=error.code) from None
         return cls(context, body, Work(request_id, [prompt], sampling, body))
 
-    async def collect(self) -> None:
-        """Wait for the output."""
+    async def answer(self) -> dict[str, Any]:
+        """The whole answer."""
+        final: RequestOutput | None = None
         async for _, output in self.work.run(self.context):
-            self._final = output
-
-    def build(self) -> dict[str, Any]:
-        """The whole answer from what was collected."""
-        final = self._final
+            final = output
         assert final is not None
         answer = self._chunk(final)
         answer["usage"] = self.counter.usage()
