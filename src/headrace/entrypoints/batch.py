@@ -27,6 +27,7 @@ from headrace.entrypoints.openai.chat import ChatCall
 from headrace.entrypoints.openai.completions import CompletionCall
 from headrace.entrypoints.openai.context import ServerContext
 from headrace.entrypoints.openai.errors import describe
+from headrace.entrypoints.openai.generate import answer
 from headrace.entrypoints.openai.protocol import ChatRequest, CompletionRequest, ResponsesRequest
 from headrace.entrypoints.openai.responses import ResponsesCall
 
@@ -125,7 +126,7 @@ class BatchRun:
         while True:
             try:
                 body = await self._answer(data, duplicate, request_id)
-                answer = _result(data, request_id, 200, body, None)
+                result = _result(data, request_id, 200, msgspec.Raw(body), None)
                 failed = False
             except QueueFullError as error:
                 await asyncio.sleep(error.retry_after_s)
@@ -136,13 +137,13 @@ class BatchRun:
                 info = describe(error, request_id)
                 reply = msgspec.json.decode(info.body())
                 fault = {"code": info.code or str(info.status), "message": info.message}
-                answer = _result(data, request_id, info.status, reply, fault)
+                result = _result(data, request_id, info.status, reply, fault)
                 failed = True
             break
-        _append(out, {"line": number, "failed": failed, "answer": answer})
+        _append(out, {"line": number, "failed": failed, "answer": result})
         self._count(failed)
 
-    async def _answer(self, data: bytes, duplicate: bool, request_id: str) -> dict[str, Any]:
+    async def _answer(self, data: bytes, duplicate: bool, request_id: str) -> bytes:
         if not data.strip():
             raise InvalidRequestError("the line is empty", code="empty_line")
         line = _parse_line(data)
@@ -156,9 +157,7 @@ class BatchRun:
         body = parse(bytes(line.body), kind)
         if body.stream:
             raise InvalidRequestError("answers of a batch cannot be streamed", param="stream")
-        prepared = await call.prepare(self.context, body, request_id)
-        answer: dict[str, Any] = await prepared.answer()
-        return answer
+        return await answer(self.context, await call.prepare(self.context, body, request_id))
 
     def _count(self, failed: bool) -> None:
         self.tally.num_lines += 1

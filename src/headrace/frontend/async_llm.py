@@ -314,7 +314,7 @@ class AsyncLLM:
 
     def _register(self, group: RequestGroup) -> OutputStream:
         """Make the group and its stream known, before anything is sent."""
-        stream = OutputStream(group, functools.partial(self._leave, group))
+        stream = OutputStream(group, functools.partial(self._leave, group), self.run_beside)
         group.on_news = stream.notify
         self._streams[group] = stream
         self._admission.note_busy(group.arrival)
@@ -392,8 +392,7 @@ class AsyncLLM:
         self, prompts: Sequence[Prompt | PromptTokens], add_special_tokens: bool = True
     ) -> list[PromptTokens]:
         """`tokenize` for several prompts; many short ones leave the event loop free too."""
-        known = [0 if isinstance(prompt, PromptTokens) else self.input.num_chars(prompt) for prompt in prompts]
-        if len(prompts) == 1 or sum(known) <= INLINE_CHARS:
+        if len(prompts) == 1 or sum(map(self._num_items, prompts)) <= INLINE_CHARS:
             return [await self.tokenize(prompt, add_special_tokens) for prompt in prompts]
         began = self._clock.monotonic()
 
@@ -407,6 +406,12 @@ class AsyncLLM:
             return await self.run_beside(work)
         finally:
             self.marks.tokenised(began, self._clock.monotonic())
+
+    def _num_items(self, prompt: Prompt | PromptTokens) -> int:
+        """How much there is to tokenise or to check: characters or ids."""
+        if isinstance(prompt, PromptTokens):
+            return 0
+        return self.input.num_chars(prompt) or len(prompt)
 
     async def tokenize_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> PromptTokens:
         """Return the prompt of a conversation; the options are those of `ChatTemplate.render`."""

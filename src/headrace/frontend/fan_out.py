@@ -25,6 +25,9 @@ from headrace.messages.requests import EngineCoreRequest
 from headrace.messages.runner_output import PromptLogprobs, TokenLogprobs
 from headrace.messages.sampling_params import RequestOutputKind
 
+HEAVY_ENTRIES = 4096
+"""Logprobs beyond this many are made into their final form beside the event loop."""
+
 
 def fan_out(request: EngineCoreRequest) -> list[EngineCoreRequest]:
     """Return the core's requests: one per answer, each with its own id and seed."""
@@ -164,11 +167,27 @@ class RequestGroup:
             kv_transfer_params=self._kv_transfer_params,
         )
 
+    @property
+    def has_heavy_work(self) -> bool:
+        """Whether the next `take` should be prepared beside the event loop."""
+        entries = self._prompt_entries
+        if entries is None or self._prompt_logprobs is not None or not self._ready():
+            return False
+        return len(entries) * len(entries[0].token_ids if entries else ()) > HEAVY_ENTRIES
+
+    def prepare(self) -> None:
+        """The heavy part of `take`, safe in another thread: it reads only what is complete."""
+        self._build_prompt_logprobs()
+
     def _take_prompt_logprobs(self) -> list[PositionLogprobs | None] | None:
         """All positions; under DELTA once."""
         if self._prompt_entries is None or self._prompt_logprobs_taken:
             return None
         self._prompt_logprobs_taken = self._is_delta
+        return self._build_prompt_logprobs()
+
+    def _build_prompt_logprobs(self) -> list[PositionLogprobs | None]:
+        assert self._prompt_entries is not None
         if self._prompt_logprobs is None:
             tokenizer = self._tokenizer
             texts = split_text(tokenizer, self.prompt_token_ids) if tokenizer else [""] * self.num_prompt_tokens

@@ -8,7 +8,7 @@ output, an error, or the consumer leaving. It calls back exactly once when the c
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Protocol
 
 from headrace.messages.request_output import RequestOutput
@@ -21,6 +21,15 @@ class MergedSource(Protocol):
         """Return everything new as one output, or ``None`` when there is nothing."""
         ...
 
+    @property
+    def has_heavy_work(self) -> bool:
+        """Whether the next `take` should be prepared beside the event loop."""
+        ...
+
+    def prepare(self) -> None:
+        """The heavy part of the next `take`; runs in another thread."""
+        ...
+
 
 class OutputStream:
     """Asynchronous iterator of one request's outputs, for one consumer.
@@ -28,11 +37,18 @@ class OutputStream:
     Args:
         source: where the merged output is kept.
         on_close: called once, when the stream has ended or the consumer has left.
+        run_beside: runs work in another thread.
     """
 
-    __slots__ = ("_closed", "_error", "_on_close", "_source", "_waiter")
+    __slots__ = ("_closed", "_error", "_on_close", "_run_beside", "_source", "_waiter")
 
-    def __init__(self, source: MergedSource, on_close: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        source: MergedSource,
+        on_close: Callable[[], None],
+        run_beside: Callable[[Callable[[], None]], Awaitable[None]] | None = None,
+    ) -> None:
+        self._run_beside = run_beside
         self._source = source
         self._on_close = on_close
         self._waiter: asyncio.Future[None] | None = None
@@ -60,6 +76,9 @@ class OutputStream:
             try:
                 if self._error is not None:
                     raise self._error
+                if self._run_beside is not None and self._source.has_heavy_work:
+                    await self._run_beside(self._source.prepare)
+                    continue
                 output = self._source.take()
                 if output is not None:
                     if output.finished:

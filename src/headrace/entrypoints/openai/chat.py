@@ -88,6 +88,7 @@ class ChatCall:
     created: int = field(default_factory=lambda: int(time.time()))
     counter: UsageCounter = field(default_factory=UsageCounter)
     _templates: dict[int, ChunkTemplate] = field(default_factory=dict)
+    _final: RequestOutput | None = None
 
     @classmethod
     async def prepare(cls, context: ServerContext, body: ChatRequest, request_id: str) -> ChatCall:
@@ -114,11 +115,14 @@ class ChatCall:
         counter = UsageCounter(bool(body.return_timing))
         return cls(context, body, answer_id, model, Work(answer_id, [prompt], sampling, body), parts, counter=counter)
 
-    async def answer(self) -> dict[str, Any]:
-        """The whole answer."""
-        final: RequestOutput | None = None
+    async def collect(self) -> None:
+        """Wait for the output."""
         async for _, output in self.work.run(self.context):
-            final = output
+            self._final = output
+
+    def build(self) -> dict[str, Any]:
+        """The whole answer from what was collected."""
+        final = self._final
         assert final is not None
         choices = []
         for one in final.outputs:

@@ -73,6 +73,7 @@ class CompletionCall:
     created: int = field(default_factory=lambda: int(time.time()))
     counter: UsageCounter = field(default_factory=UsageCounter)
     _choices: dict[int, _Choice] = field(default_factory=dict)
+    _finals: dict[int, RequestOutput] = field(default_factory=dict)
     _prompt_logprobs: dict[int, list[PositionLogprobs | None]] = field(default_factory=dict)
 
     @classmethod
@@ -104,13 +105,15 @@ class CompletionCall:
     def _n(self) -> int:
         return self.body.n or 1
 
-    async def answer(self) -> dict[str, Any]:
-        """The whole answer, choices in prompt order."""
-        finals: dict[int, RequestOutput] = {}
+    async def collect(self) -> None:
+        """Wait for all outputs."""
         async for index, output in self.work.run(self.context):
-            finals[index] = output
+            self._finals[index] = output
+
+    def build(self) -> dict[str, Any]:
+        """The whole answer from what was collected, choices in prompt order."""
         choices = []
-        for index, output in sorted(finals.items()):
+        for index, output in sorted(self._finals.items()):
             for one in output.outputs:
                 check_output(one)
                 self.counter.add(index, output, len(one.token_ids))

@@ -17,6 +17,7 @@ from headrace.entrypoints.openai.body import read
 from headrace.entrypoints.openai.chat import ChatCall
 from headrace.entrypoints.openai.completions import CompletionCall
 from headrace.entrypoints.openai.context import ServerContext
+from headrace.entrypoints.openai.generation import Work
 from headrace.entrypoints.openai.protocol import ChatRequest, CompletionRequest
 from headrace.entrypoints.openai.sse import EventStream, until_hangup
 
@@ -24,8 +25,17 @@ from headrace.entrypoints.openai.sse import EventStream, until_hangup
 class Call(Protocol):
     """A checked request."""
 
-    async def answer(self) -> dict[str, Any]:
-        """The whole answer."""
+    @property
+    def work(self) -> Work:
+        """What is sent to the engine."""
+        ...
+
+    async def collect(self) -> None:
+        """Wait for all that a whole answer needs."""
+        ...
+
+    def build(self) -> dict[str, Any]:
+        """The whole answer, after `collect`."""
         ...
 
     def stream(self) -> AsyncGenerator[bytes, None]:
@@ -37,14 +47,14 @@ async def complete(context: ServerContext, request: Request) -> Response:
     """``POST /v1/completions``."""
     body = await read(context, request, CompletionRequest)
     call = await CompletionCall.prepare(context, body, name_request(request, body.request_id))
-    return await deliver(call, request, bool(body.stream))
+    return await deliver(context, call, request, bool(body.stream))
 
 
 async def chat(context: ServerContext, request: Request) -> Response:
     """``POST /v1/chat/completions``."""
     body = await read(context, request, ChatRequest)
     call = await ChatCall.prepare(context, body, name_request(request, body.request_id))
-    return await deliver(call, request, bool(body.stream))
+    return await deliver(context, call, request, bool(body.stream))
 
 
 def name_request(request: Request, given: str | None) -> str:
@@ -58,11 +68,21 @@ def name_request(request: Request, given: str | None) -> str:
     return name
 
 
-async def deliver(call: Call, request: Request, stream: bool, kind: type[EventStream] = EventStream) -> Response:
+async def answer(context: ServerContext, call: Call) -> bytes:
+    """The whole answer as JSON; a large one is built beside the event loop."""
+    await call.collect()
+    if call.work.is_heavy:
+        return await context.llm.run_beside(lambda: msgspec.json.encode(call.build()))
+    return msgspec.json.encode(call.build())
+
+
+async def deliver(
+    context: ServerContext, call: Call, request: Request, stream: bool, kind: type[EventStream] = EventStream
+) -> Response:
     """Answer whole or as a stream of this kind."""
     if not stream:
-        answer = await until_hangup(call.answer(), request.receive)
-        return Response(msgspec.json.encode(answer), media_type="application/json")
+        data = await until_hangup(answer(context, call), request.receive)
+        return Response(data, media_type="application/json")
     events = call.stream()
     try:
         first = await until_hangup(anext(events, b""), request.receive)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from headrace.base.errors import InvalidRequestError, RequestFailedError
 from headrace.entrypoints.openai.protocol import DeliveryFields, Timing, Usage, make_usage
+from headrace.frontend.fan_out import HEAVY_ENTRIES
 from headrace.messages.outputs import RequestTimes
 from headrace.messages.request_output import CompletionOutput, RequestOutput
 from headrace.messages.runner_output import NO_TOKEN_LEFT
@@ -35,6 +36,15 @@ class Work:
     prompts: list[PromptTokens]
     sampling: SamplingParams
     body: DeliveryFields
+
+    @property
+    def is_heavy(self) -> bool:
+        """Whether the answers hold so many logprobs that they are written down beside the event loop."""
+        sampling = self.sampling
+        num_prompt = sum(len(prompt.token_ids) for prompt in self.prompts)
+        num_output = len(self.prompts) * sampling.n * (sampling.max_tokens or num_prompt)
+        asked = [(sampling.prompt_logprobs, num_prompt), (sampling.logprobs, num_output)]
+        return any(count is not None and (abs(count) + 1) * tokens > HEAVY_ENTRIES for count, tokens in asked)
 
     async def run(self, context: ServerContext) -> AsyncGenerator[Item, None]:
         """Yield ``(index of the prompt, output)`` as outputs arrive."""

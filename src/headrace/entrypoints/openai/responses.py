@@ -20,20 +20,20 @@ from headrace.entrypoints.openai.chat import ChatCall
 from headrace.entrypoints.openai.context import ServerContext
 from headrace.entrypoints.openai.errors import describe
 from headrace.entrypoints.openai.generate import deliver, name_request
-from headrace.entrypoints.openai.generation import check_output
+from headrace.entrypoints.openai.generation import Work, check_output
 from headrace.entrypoints.openai.protocol import ResponsesRequest, Usage
 from headrace.entrypoints.openai.refusals import check_refusals
 from headrace.entrypoints.openai.responses_input import RULES, describe_body, make_chat, rename
 from headrace.entrypoints.openai.responses_items import ItemBuilder
 from headrace.entrypoints.openai.sse import EventStream, typed_event
-from headrace.messages.request_output import CompletionOutput
+from headrace.messages.request_output import CompletionOutput, RequestOutput
 
 
 async def respond(context: ServerContext, request: Request) -> Response:
     """``POST /v1/responses``."""
     body = await read(context, request, ResponsesRequest)
     call = await ResponsesCall.prepare(context, body, name_request(request, body.request_id))
-    return await deliver(call, request, bool(body.stream), TypedStream)
+    return await deliver(context, call, request, bool(body.stream), TypedStream)
 
 
 class TypedStream(EventStream):
@@ -57,6 +57,7 @@ class ResponsesCall:
     chat: ChatCall
     created: int = field(default_factory=lambda: int(time.time()))
     builder: ItemBuilder = field(default_factory=ItemBuilder)
+    _final: RequestOutput | None = None
 
     @classmethod
     async def prepare(cls, context: ServerContext, body: ResponsesRequest, request_id: str) -> ResponsesCall:
@@ -72,15 +73,23 @@ class ResponsesCall:
         chat.work = replace(chat.work, answer_id=answer_id)
         return cls(context, body, answer_id, chat)
 
-    async def answer(self) -> dict[str, Any]:
-        """The whole answer."""
-        last: CompletionOutput | None = None
-        async for _, output in self.chat.work.run(self.context):
-            for last in output.outputs:
-                check_output(last)
-                self.chat.counter.add(0, output, len(last.token_ids))
-                self.builder.feed(self.chat.parts.parse(last))
-        assert last is not None
+    @property
+    def work(self) -> Work:
+        """What is sent to the engine."""
+        return self.chat.work
+
+    async def collect(self) -> None:
+        """Wait for the output."""
+        async for _, output in self.work.run(self.context):
+            self._final = output
+
+    def build(self) -> dict[str, Any]:
+        """The whole answer from what was collected."""
+        assert self._final is not None
+        (last,) = self._final.outputs
+        check_output(last)
+        self.chat.counter.add(0, self._final, len(last.token_ids))
+        self.builder.feed(self.chat.parts.parse(last))
         status = _status(last)
         self.builder.close(status)
         return self._response(status, last)
@@ -88,7 +97,7 @@ class ResponsesCall:
     async def stream(self) -> AsyncGenerator[bytes, None]:
         """Its typed events."""
         builder = self.builder
-        async for _, output in self.chat.work.run(self.context):
+        async for _, output in self.work.run(self.context):
             events: list[bytes] = []
             if not builder.started:
                 events += [

@@ -73,7 +73,7 @@ async def generate_tokens(context: ServerContext, request: Request) -> Response:
     """``POST /inference/v1/generate``."""
     body = await read(context, request, GenerateRequest)
     call = await TokenCall.prepare(context, body, name_request(request, body.request_id))
-    return await deliver(call, request, bool(body.stream))
+    return await deliver(context, call, request, bool(body.stream))
 
 
 async def abort_requests(context: ServerContext, request: Request) -> Response:
@@ -104,6 +104,7 @@ class TokenCall:
     body: GenerateRequest
     work: Work
     counter: UsageCounter = field(default_factory=UsageCounter)
+    _final: RequestOutput | None = None
 
     @classmethod
     async def prepare(cls, context: ServerContext, body: GenerateRequest, request_id: str) -> TokenCall:
@@ -122,11 +123,14 @@ class TokenCall:
             raise InvalidRequestError(error.message, param="token_ids", code=error.code) from None
         return cls(context, body, Work(request_id, [prompt], sampling, body))
 
-    async def answer(self) -> dict[str, Any]:
-        """The whole answer."""
-        final: RequestOutput | None = None
+    async def collect(self) -> None:
+        """Wait for the output."""
         async for _, output in self.work.run(self.context):
-            final = output
+            self._final = output
+
+    def build(self) -> dict[str, Any]:
+        """The whole answer from what was collected."""
+        final = self._final
         assert final is not None
         answer = self._chunk(final)
         answer["usage"] = self.counter.usage()
