@@ -66,7 +66,7 @@ def start(executor: MultiprocExecutor) -> Driver:
 def test_two_ranks_give_the_tokens_of_one_and_survive_faults(executor: MultiprocExecutor, folder: Path) -> None:
     driver = start(executor)
     job, bad = Job("a", PROMPT), Job("bad", [4, 5, 6])
-    bad.fault = {"phase": "forward", "times": 1}
+    bad.fault = {"phase": "forward", "repeat": "once"}
     step = driver.make_step({bad: 3})
     with pytest.raises(RuntimeError, match="injected fault"):
         driver.run(step)

@@ -12,8 +12,9 @@ import pytest
 from headrace.base.clock import ManualClock
 from headrace.device.runner.faults import InjectedFaultError
 from headrace.device.runner.graphs import BatchDescriptor
-from headrace.device.runner.hooks import NullBatchSync, NullConnector, RunnerHooks
+from headrace.device.runner.hooks import NullBatchSync, RunnerHooks
 from headrace.device.runner.model_runner import ModelRunner
+from headrace.kv_connector.null import NullWorkerConnector
 from headrace.messages.runner_output import ConnectorOutput, ModelRunnerOutput
 from headrace.messages.scheduler_output import CachedRequests, GrammarOutput, KVActions, SchedulerOutput
 from tests.runner.driver import Driver, Job
@@ -176,17 +177,17 @@ def test_non_finite_logits_end_only_their_request(make_runner: MakeRunner, logit
 
 
 @pytest.mark.parametrize("phase", ["forward", "sample"])
-@pytest.mark.parametrize("times", [1, -1])
-def test_fault_hook(make_runner: MakeRunner, phase: str, times: int) -> None:
+@pytest.mark.parametrize("repeat", ["once", "always"])
+def test_fault_hook(make_runner: MakeRunner, phase: str, repeat: str) -> None:
     driver = RunnerDriver(make_runner())
     good, bad = Job("good", [1, 2]), Job("bad", [3, 4])
-    bad.fault = {"phase": phase, "times": times}
+    bad.fault = {"phase": phase, "repeat": repeat}
     step = driver.make_step({good: 2, bad: 2})
     with pytest.raises(InjectedFaultError):
         driver.run(step)
     with pytest.raises(RuntimeError, match="no forward"):
         driver.runner.sample_tokens()
-    if times == 1:
+    if repeat == "once":
         assert all(driver.run(step).sampled_token_ids)
     else:
         with pytest.raises(InjectedFaultError):
@@ -217,8 +218,8 @@ def test_grammar_masks_reach_their_rows(make_runner: MakeRunner) -> None:
 
 
 def test_a_step_without_tokens_still_serves_the_connector(make_runner: MakeRunner) -> None:
-    class Connector(NullConnector):
-        def post_forward(self) -> ConnectorOutput:
+    class Connector(NullWorkerConnector):
+        def after_forward(self) -> ConnectorOutput:
             return ConnectorOutput(finished_sending=("x",))
 
     seen: list[BatchDescriptor] = []

@@ -24,6 +24,8 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import msgspec
+
 from headrace.base.errors import ConfigError, EngineDeadError, HeadraceError, ModelFileError, RequestFailedError
 from headrace.base.logging import get_logger
 from headrace.base.progress import ProgressWord
@@ -182,6 +184,9 @@ class MultiprocExecutor(Executor):
                 reply = self._replies.decode(receive_frame(member.connection))
             except (EOFError, OSError):
                 self._die(self._why_gone(member) or f"worker {member.rank} closed its connection")
+                return
+            except msgspec.DecodeError as error:
+                self._die(f"a reply of worker {member.rank} could not be read: {error}")
                 return
             if member.rank == 0 and self._progress.name is None:
                 self._progress.advance()

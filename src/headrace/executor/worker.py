@@ -58,7 +58,7 @@ class Worker:
         self._loaded: LoadedModel | None = None
         self._runner: ModelRunner | None = None
         self._plan: KVCacheConfig | None = None
-        self._profiler = Profiler()
+        self._profiler = Profiler(parallel.tp.rank if parallel is not None else 0)
         self._verbs: dict[type, Callable[[Any], Any]] = {
             Profile: self._profiler.apply,
             Sleep: self._sleep,

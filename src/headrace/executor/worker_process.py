@@ -15,6 +15,7 @@ import threading
 from datetime import timedelta
 from queue import Queue
 
+import msgspec
 import torch.distributed as dist
 
 from headrace.base.clock import SystemClock
@@ -114,6 +115,9 @@ def _read_calls(connection: socket.socket, calls: Queue[Call]) -> None:
         except (EOFError, OSError):
             # The executor closes the connection to end its workers; nothing here needs saving.
             os._exit(0)
+        except msgspec.DecodeError:
+            logger.exception("a call could not be read")
+            os._exit(1)
 
 
 def main(fd: int) -> None:

@@ -89,9 +89,9 @@ class WorkerConnector(Protocol):
         ...
 
     def before_forward(self, metadata: bytes | None) -> None:
-        """Start or finish loads that the step needs."""
+        """Start what the step's metadata asks for; the blocks that the forward reads must be ready afterwards."""
         ...
 
     def after_forward(self) -> ConnectorOutput | None:
-        """Start sends and report."""
+        """Start sends and say what was learnt during the step; also called for a step without tokens."""
         ...

@@ -65,8 +65,3 @@ class KVCacheConfig(msgspec.Struct, frozen=True):
     num_blocks: int
     block_size: int
     groups: tuple[KVCacheGroup, ...]
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens that fit when every block is full (block 0 excluded), for full-attention groups."""
-        return (self.num_blocks - 1) * self.block_size // max(1, len(self.groups))

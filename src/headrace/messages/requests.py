@@ -14,7 +14,8 @@ class EngineCoreRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
 
     ``sampling.seed`` and ``sampling.max_tokens`` are always set here. ``eos_token_ids`` is empty under ``ignore_eos``;
     ``bad_words_token_ids`` holds every spelling of the bad words. Times are `Clock.monotonic` seconds.
-    ``fault`` is a test hook (phase and whether once or always), never set by HTTP.
+    ``fault`` is a test hook, never set by HTTP: ``phase`` is forward, sample or logits, ``repeat`` is once or always,
+    ``at`` is the position from which it strikes.
     """
 
     request_id: str

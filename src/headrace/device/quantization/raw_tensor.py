@@ -1,12 +1,12 @@
 """A tensor as it lies in a model file: quantised bits are kept, so that kernels can pack them without a detour.
 
-Rows are independent in every format (a row is a whole number of quantisation groups), which is why taking, permuting
-and joining rows works on the packed bytes.
+Rows are independent in every format (a row is a whole number of quantisation groups), which is why taking and
+permuting rows works on the packed bytes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
 
@@ -69,21 +69,6 @@ class RawTensor:
         """The values as float32 of ``shape`` (a fresh array)."""
         blocks = np.ascontiguousarray(self.data).reshape(-1, self.format.block_bytes)
         return self.format.decode(blocks).reshape(self.shape)
-
-
-def concat_rows(parts: Sequence[RawTensor]) -> RawTensor:
-    """Join 2-D tensors of one format and width by rows.
-
-    Raises:
-        ModelFileError: formats or widths differ.
-    """
-    first = parts[0]
-    if len(parts) == 1:
-        return first
-    if any(p.format is not first.format or p.shape[1:] != first.shape[1:] for p in parts):
-        raise ModelFileError(f"{first.name}: parts to be joined differ in format or width")
-    data = np.concatenate([p.data for p in parts])
-    return RawTensor(first.name, (len(data), *first.shape[1:]), first.format, data)
 
 
 def make_raw_float(name: str, values: np.ndarray) -> RawTensor:

@@ -1,9 +1,9 @@
 """The test hook that makes a chosen request fail.
 
-A request carries ``{"phase": …, "times": n, "at": p}``: ``forward`` and ``sample`` raise for the whole step, ``logits``
-makes only the request's row non-finite. It strikes ``times`` times (-1, the default, is always; ``"repeat": "once"`` is
-another spelling of 1) from the step on that computes position ``at`` (default 0). What has struck is counted by request
-and not by row, so that a step which runs again sees the count go on.
+A request carries ``{"phase": …, "repeat": …, "at": p}``: ``forward`` and ``sample`` raise for the whole step,
+``logits`` makes only the request's row non-finite. It strikes ``once`` or ``always`` (the default) from the step on
+that computes position ``at`` (default 0). What has struck is known by request and not by row, so that a step which
+runs again does not bring it back.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ class InjectedFaultError(RuntimeError):
 @dataclass(slots=True)
 class _Fault:
     phase: str
-    left: int
+    once: bool
     at: int
+    spent: bool = False
 
 
 class FaultHook:
@@ -37,22 +38,22 @@ class FaultHook:
         """Note a request's fault unless it is known already."""
         fault = request.fault
         if fault is not None and request.request_id not in self._faults:
-            times = 1 if fault.get("repeat") == "once" else fault.get("times", -1)
-            self._faults[request.request_id] = _Fault(fault["phase"], times, fault.get("at", 0))
+            once = fault.get("repeat", "always") == "once"
+            self._faults[request.request_id] = _Fault(fault["phase"], once, fault.get("at", 0))
 
     def remove(self, request_id: str) -> None:
         """Forget a request that has ended."""
         self._faults.pop(request_id, None)
 
     def take_due(self, phase: str, request_ids: Sequence[str], seq_lens: np.ndarray) -> list[int]:
-        """Places of the requests whose fault strikes in this phase now, each counted once."""
+        """Places of the requests whose fault strikes in this phase now."""
         if not self._faults:
             return []
         places = []
         for place, request_id in enumerate(request_ids):
             fault = self._faults.get(request_id)
-            if fault is not None and fault.phase == phase and fault.left and fault.at < seq_lens[place]:
-                fault.left -= 1
+            if fault is not None and fault.phase == phase and not fault.spent and fault.at < seq_lens[place]:
+                fault.spent = fault.once
                 places.append(place)
         return places
 

@@ -12,7 +12,8 @@ import torch
 
 from headrace.device.runner.graphs import BatchDescriptor
 from headrace.device.runner.input_batch import InputBatch
-from headrace.messages.runner_output import ConnectorOutput
+from headrace.kv_connector.null import NullWorkerConnector
+from headrace.kv_connector.protocol import WorkerConnector
 from headrace.messages.scheduler_output import SchedulerOutput
 
 
@@ -30,17 +31,6 @@ class NullPipeline:
     def receive(self, hidden: torch.Tensor) -> torch.Tensor:
         """Hidden states to sample from."""
         return hidden
-
-
-class NullConnector:
-    """The worker side of KV transfer."""
-
-    def pre_forward(self, step: SchedulerOutput) -> None:
-        """Start what the step's metadata asks for; the blocks that the forward reads must be ready afterwards."""
-
-    def post_forward(self) -> ConnectorOutput | None:
-        """What was learnt during the step; also called for a step without tokens."""
-        return None
 
 
 class NullLora:
@@ -72,7 +62,7 @@ class RunnerHooks:
 
     batch_sync: NullBatchSync = field(default_factory=NullBatchSync)
     pipeline: NullPipeline = field(default_factory=NullPipeline)
-    connector: NullConnector = field(default_factory=NullConnector)
+    connector: WorkerConnector = field(default_factory=NullWorkerConnector)
     lora: NullLora = field(default_factory=NullLora)
     drafter: NullDrafter = field(default_factory=NullDrafter)
     encoder: NullEncoder = field(default_factory=NullEncoder)

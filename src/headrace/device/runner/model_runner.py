@@ -91,6 +91,7 @@ class ModelRunner:
         self._clock = clock
         self._progress = progress
         self._hooks = hooks or RunnerHooks()
+        self._hooks.connector.register_caches(memory.caches)
         self._faults = FaultHook()
         self.states = RequestStates(limits.max_num_seqs, limits.max_model_len, limits.vocab_size)
         self.tables = BlockTables(
@@ -119,17 +120,17 @@ class ModelRunner:
         self._apply_changes(step)
         self._hooks.encoder.run(step)
         if not step.num_scheduled_tokens:
-            self._hooks.connector.pre_forward(step)
-            connector = self._hooks.connector.post_forward()
+            self._hooks.connector.before_forward(step.connector)
+            connector = self._hooks.connector.after_forward()
             return ModelRunnerOutput(request_ids=[], sampled_token_ids=[], connector=connector)
         batch = prepare_inputs(step, self.states, self.buffers)
         choice = self._dispatch(batch)
         ctx = self._prepare_context(batch, choice)
         prepared = self._clock.monotonic()
         self._faults.raise_if_due("forward", batch.request_ids, batch.seq_lens)
-        self._hooks.connector.pre_forward(step)
+        self._hooks.connector.before_forward(step.connector)
         hidden = self._graphs.run(choice, self.buffers.ids.torch[: choice.num_tokens], ctx, intermediate)
-        connector = self._hooks.connector.post_forward()
+        connector = self._hooks.connector.after_forward()
         if isinstance(hidden, IntermediateTensors):
             return hidden
         self._state = ExecuteModelState(
