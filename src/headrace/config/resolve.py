@@ -246,7 +246,7 @@ def _resolve_model(r: _Resolver, architecture: Architecture) -> None:
 def _resolve_cache(r: _Resolver) -> None:
     cpu = r.get("device.platform") == "cpu"
     if r.get("cache.block_size") == 0:
-        r.decide("cache.block_size", 16, "measured best on CPU" if cpu else "the field's default")
+        r.decide("cache.block_size", 32 if cpu else 16, "measured best on CPU" if cpu else "the field's default")
     if r.get("cache.kv_cache_dtype") == "auto":
         if r.get("model.activations") == "exact":
             why = "exact activations keep exact keys and values"
