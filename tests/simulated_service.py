@@ -9,7 +9,9 @@ from __future__ import annotations
 import asyncio
 import json
 import tempfile
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+import threading
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -123,7 +125,7 @@ async def start_simulated(
     settings: dict[str, Any] | None = None, step_s: float = 0.0, **options: Any
 ) -> SimulatedService:
     """A running server; ``settings`` are the engine's, other arguments the server's."""
-    architecture = make_architecture(vocab_size=VOCAB, eos_token_ids=(EOS,))
+    architecture = make_architecture(vocab_size=VOCAB, eos_token_ids=(EOS,), max_position=8192)
     folder = tempfile.TemporaryDirectory()
     tokenizer = byte_tokenizer()
     # The core reads it for its grammars.
@@ -144,3 +146,20 @@ async def start_simulated(
         folder.cleanup()
 
     return SimulatedService(http, llm, context, url, end)
+
+
+@contextmanager
+def threaded_service(settings: dict[str, Any] | None = None) -> Iterator[SimulatedService]:
+    """A server in a thread of its own, for clients that know no event loop; nothing may be left at its end."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+    running = asyncio.run_coroutine_threadsafe(start_simulated(settings), loop).result(30)
+    try:
+        yield running
+        asyncio.run_coroutine_threadsafe(running.settles(), loop).result(30)
+    finally:
+        asyncio.run_coroutine_threadsafe(running.end(), loop).result(30)
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(10)
+        loop.close()

@@ -26,7 +26,8 @@ from headrace.entrypoints.openai import generate, insight, models, responses, to
 from headrace.entrypoints.openai.auth import OPEN_PATHS, KeyGuard
 from headrace.entrypoints.openai.context import ServerContext
 from headrace.entrypoints.openai.errors import ApiError, describe
-from headrace.entrypoints.openai.protocol import MAX_ID_CHARS, REQUEST_BODIES
+from headrace.entrypoints.openai.openapi import make_document
+from headrace.entrypoints.openai.protocol import MAX_ID_CHARS
 from headrace.entrypoints.openai.sse import ClientGone
 from headrace.observability.marks import CURRENT, Marks
 from headrace.observability.metrics import CONTENT_TYPE
@@ -180,18 +181,8 @@ def _endpoint(context: ServerContext, handler: Handler) -> Callable[[Request], A
 
 
 def openapi_document() -> dict[str, Any]:
-    """The OpenAPI page, from the same structs that parse the bodies."""
-    _, schemas = msgspec.json.schema_components(REQUEST_BODIES.values(), ref_template="#/components/schemas/{name}")
-    paths: dict[str, dict[str, Any]] = {}
-    for method, path, _ in ROUTES:
-        operation: dict[str, Any] = {"responses": {"200": {"description": "OK"}, "4XX": {"description": "Refused"}}}
-        if kind := REQUEST_BODIES.get(path):
-            operation["summary"] = (kind.__doc__ or "").strip().splitlines()[0]
-            schema = {"$ref": f"#/components/schemas/{kind.__name__}"}
-            operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
-        paths.setdefault(path.replace(":path", ""), {})[method.lower()] = operation
-    info = {"title": "headrace", "version": headrace.__version__}
-    return {"openapi": "3.1.0", "info": info, "paths": paths, "components": {"schemas": schemas}}
+    """The OpenAPI page of this server."""
+    return make_document((method, path) for method, path, _ in ROUTES)
 
 
 def make_app(context: ServerContext) -> ASGIApp:

@@ -1,0 +1,64 @@
+"""The OpenAPI page, from the structs that parse the bodies: one source for validation and for the page."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+
+import headrace
+from headrace.entrypoints.openai.protocol import REQUEST_BODIES
+
+_IN_PATH = re.compile(r"\{(\w+)(?::path)?\}")
+_QUERIES: dict[str, list[dict[str, Any]]] = {
+    "/v1/requests/{request_id}/explain": [{"name": "format", "schema": {"enum": ["json", "text"]}}],
+    "/v1/steps": [{"name": "after", "schema": {"type": "string", "pattern": "^[0-9]+$"}}],
+}
+_STREAMED = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses", "/inference/v1/generate"})
+_ERROR = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": ["string", "null"]},
+            },
+        }
+    },
+}
+
+
+def make_document(routes: Iterable[tuple[str, str]]) -> dict[str, Any]:
+    """The page of routes given as ``(method, path)``."""
+    _, schemas = msgspec.json.schema_components(REQUEST_BODIES.values(), ref_template="#/components/schemas/{name}")
+    paths: dict[str, dict[str, Any]] = {}
+    for method, path in routes:
+        paths.setdefault(path.replace(":path", ""), {})[method.lower()] = _operation(path)
+    info = {"title": "headrace", "version": headrace.__version__}
+    return {"openapi": "3.1.0", "info": info, "paths": paths, "components": {"schemas": {**schemas, "Error": _ERROR}}}
+
+
+def _operation(path: str) -> dict[str, Any]:
+    error = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
+    good: dict[str, Any] = {"description": "OK"}
+    if path in _STREAMED:
+        good["content"] = {"application/json": {}, "text/event-stream": {}}
+    refused = {"description": "Refused", "content": error}
+    operation: dict[str, Any] = {"responses": {"200": good, "4XX": refused, "5XX": refused}}
+    if kind := REQUEST_BODIES.get(path):
+        operation["summary"] = (kind.__doc__ or "").strip().splitlines()[0]
+        schema = {"$ref": f"#/components/schemas/{kind.__name__}"}
+        operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
+    text = {"type": "string", "minLength": 1}
+    parameters = [{"name": name, "in": "path", "required": True, "schema": text} for name in _IN_PATH.findall(path)]
+    parameters += [{"in": "query", "required": False, **query} for query in _QUERIES.get(path, ())]
+    if parameters:
+        operation["parameters"] = parameters
+    return operation
