@@ -123,6 +123,16 @@ def test_several_answers_count_their_prompt_once() -> None:
     assert seen["vllm:request_success_total,finished_reason=length"] == 3
 
 
+def test_a_request_for_its_prompt_alone() -> None:
+    metrics = make_metrics()
+    metrics.request_started("a", 40, 1, 0)
+    metrics.tokens_arrived("a", 0, 10.0, 10.5, 16)
+    metrics.request_finished("a", "length", 10.0, 11.0, RequestTimes())
+    seen = samples(metrics)
+    assert seen["vllm:prompt_tokens_total"] == 40 and seen["vllm:prompt_tokens_cached_total"] == 16
+    assert seen["vllm:generation_tokens_total"] == seen["vllm:time_to_first_token_seconds_count"] == 0
+
+
 def test_an_abort_before_the_first_token() -> None:
     metrics = make_metrics()
     metrics.request_started("a", 40, 1, None)
