@@ -30,6 +30,11 @@ class CaptureRefusedError(Exception):
 class _Guard(TorchDispatchMode):
     """Lets views pass and refuses everything else."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """PyTorch would load its compiler to keep it away from this class: seconds and 100 MB, and no compiler runs."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not _is_view(func):
             raise CaptureRefusedError(f"{func.name()} is not a native operator")
