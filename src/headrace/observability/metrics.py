@@ -39,6 +39,7 @@ class _Flow:
 
     num_prompt_tokens: int
     max_tokens: int | None
+    started: bool = False
     last_token_time: float = 0.0
     num_tokens: int = 0
 
@@ -96,6 +97,9 @@ class EngineMetrics(Collector):
         self.req_prompt = make("vllm:request_prompt_tokens", "Prompt tokens of a request.", token_bounds)
         self.req_generation = make("vllm:request_generation_tokens", "Tokens generated for a request.", token_bounds)
         self.req_computed = make("vllm:request_prefill_kv_computed_tokens", "Prompt tokens computed.", token_bounds)
+        self.req_most = make(
+            "vllm:request_max_num_generation_tokens", "Most tokens generated for an answer of a request.", token_bounds
+        )
         self.req_max = make("vllm:request_params_max_tokens", "max_tokens of a request.", token_bounds)
         self.req_n = make("vllm:request_params_n", "n of a request.", _SMALL)
         self.req_preempted = make("vllm:request_num_preemptions", "Preemptions of a request.", (0, 1, 2, 5, 10, 20))
@@ -114,18 +118,20 @@ class EngineMetrics(Collector):
 
         Args:
             request_id: as in `request_started`; unknown ids are ignored.
-            num_tokens: kept tokens, those past a stop not included.
+            num_tokens: kept tokens, those past a stop not included; 0 for a request that is run for its prompt alone.
             arrival: when the request arrived.
             now: `Clock.monotonic`.
             num_cached: prompt tokens that the prefix cache gave.
         """
         flow = self._flows.get(request_id)
-        if flow is None or num_tokens == 0:
+        if flow is None:
             return
-        if flow.num_tokens == 0:
-            self.ttft.observe(max(0.0, now - arrival))
+        if not flow.started:
+            flow.started = True
             self._count_prompt(flow.num_prompt_tokens, num_cached)
-        else:
+            if num_tokens:
+                self.ttft.observe(max(0.0, now - arrival))
+        elif num_tokens:
             self.gap.observe((now - flow.last_token_time) / num_tokens, num_tokens)
         flow.num_tokens += num_tokens
         flow.last_token_time = now
@@ -158,6 +164,7 @@ class EngineMetrics(Collector):
         if flow.num_prompt_tokens:
             self.req_prompt.observe(flow.num_prompt_tokens)
         self.req_generation.observe(flow.num_tokens)
+        self.req_most.observe(flow.num_tokens)
         if flow.max_tokens is not None:
             self.req_max.observe(flow.max_tokens)
         self.req_preempted.observe(times.num_preemptions)
@@ -198,6 +205,7 @@ class EngineMetrics(Collector):
         yield self._gauge("vllm:num_requests_running", "Requests that run.", stats.num_running)
         yield self._gauge("vllm:num_requests_waiting", "Requests that wait.", stats.num_waiting)
         yield self._waiting_by_reason(stats)
+        yield self._fetch_by_stage(stats)
         yield self._gauge("vllm:kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", stats.kv_cache_usage)
         yield self._gauge("headrace:progress_age_seconds", "Age of the core's last progress.", self._progress_age())
         info = GaugeMetricFamily("vllm:cache_config_info", "KV cache.", labels=[*self._base, *self._cache_info])
@@ -232,6 +240,15 @@ class EngineMetrics(Collector):
         family = GaugeMetricFamily(name, "Waiting for room, or for something else first.", labels=labels)
         family.add_metric([*self._base.values(), "capacity"], max(0, stats.num_waiting - deferred))
         family.add_metric([*self._base.values(), "deferred"], deferred)
+        return family
+
+    def _fetch_by_stage(self, stats: SchedulerStats) -> Metric:
+        reasons = stats.waiting_reasons
+        stages = {"waiting_to_start": reasons.get("external_hit", 0), "in_progress": reasons.get("remote_kvs", 0)}
+        name, labels = "vllm:num_requests_kv_fetch_by_stage", [*self._base, "stage"]
+        family = GaugeMetricFamily(name, "Requests that wait for KV from elsewhere.", labels=labels)
+        for stage, count in (stages | {"completed_waiting": 0}).items():
+            family.add_metric([*self._base.values(), stage], count)
         return family
 
     def _gauge(self, name: str, help_text: str, value: float) -> Metric:
