@@ -13,7 +13,7 @@ from headrace.base.errors import EngineDeadError, InvalidRequestError, NotAccept
 from headrace.frontend.answer import Answer
 from headrace.frontend.async_llm import AsyncLLM
 from headrace.frontend.tokenizer import Tokenizer
-from headrace.messages.outputs import EngineCoreOutput, EngineCoreOutputs, FinishReason
+from headrace.messages.outputs import EngineCoreOutput, EngineCoreOutputs, FinishReason, RequestTimes
 from headrace.messages.request_output import RequestOutput
 from headrace.messages.requests import EngineCoreRequest, ResetPrefixCache
 from headrace.messages.runner_output import PromptLogprobs
@@ -593,6 +593,7 @@ class Recorder:
         self.tokens: dict[str, int] = {}
         self.finished: list[tuple[str, str]] = []
         self.rejected: list[str] = []
+        self.times: list[RequestTimes] = []
 
     def request_started(self, request_id: str, num_prompt_tokens: int, n: int, max_tokens: int | None) -> None:
         self.started[request_id] = num_prompt_tokens
@@ -600,14 +601,25 @@ class Recorder:
     def tokens_arrived(self, request_id: str, num_tokens: int, arrival: float, now: float, num_cached: int) -> None:
         self.tokens[request_id] = self.tokens.get(request_id, 0) + num_tokens
 
-    def request_finished(self, request_id: str, reason: str, arrival: float, now: float, times: object) -> None:
+    def request_finished(self, request_id: str, reason: str, arrival: float, now: float, times: RequestTimes) -> None:
         self.finished.append((request_id, reason))
+        self.times.append(times)
 
     def request_rejected(self, reason: str) -> None:
         self.rejected.append(reason)
 
     def stats_arrived(self, stats: object) -> None:
         pass
+
+
+async def test_requests_that_end_here_keep_the_milestones_of_the_core(start: Start, byte_level: Tokenizer) -> None:
+    recorder = Recorder()
+    async with start(plays(byte_level), auto=True, observer=recorder, clock=ManualClock(5.0)) as (llm, _):
+        await collect(llm.generate("Count", SamplingParams(max_tokens=None, stop="three", output_kind=FINAL)))
+        await collect(llm.generate("Count", SamplingParams(max_tokens=0, output_kind=FINAL)))
+    for times in recorder.times:
+        assert 0.0 < times.arrival <= times.first_scheduled <= times.first_token <= times.last_token
+    assert list(recorder.tokens.values())[1] == 0 and len(recorder.tokens) == 2
 
 
 async def test_observers_see_each_request_once(start: Start, byte_level: Tokenizer) -> None:

@@ -60,10 +60,10 @@ async def test_the_key_guards_every_route_but_a_few(start_service: StartService)
 
 async def test_health_is_progress(start_service: StartService, monkeypatch: pytest.MonkeyPatch) -> None:
     """B085: red while work stands still, green when it goes on."""
-    import headrace.frontend.async_llm as frontend
+    from headrace.frontend import async_llm, health
 
-    monkeypatch.setattr(frontend, "HUNG_AFTER_S", 0.2)
-    monkeypatch.setattr(frontend, "_WATCH_INTERVAL_S", 0.01)
+    monkeypatch.setattr(health, "HUNG_AFTER_S", 0.2)
+    monkeypatch.setattr(async_llm, "_WATCH_INTERVAL_S", 0.01)
     service = await start_service(auto=False)
     service.say("abc")
 

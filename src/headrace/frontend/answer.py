@@ -54,6 +54,7 @@ class Answer:
         "finish_reason",
         "first_token_time",
         "index",
+        "last_token_time",
         "num_cached_tokens",
         "num_tokens",
         "request_id",
@@ -79,6 +80,7 @@ class Answer:
         self.stop_reason: int | str | None = None
         self.error: str | None = None
         self.first_token_time = 0.0
+        self.last_token_time = 0.0
         self.times: RequestTimes | None = None
         self._num_taken = 0
         self._end_taken = False

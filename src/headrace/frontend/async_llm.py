@@ -16,8 +16,9 @@ from __future__ import annotations
 import asyncio
 import functools
 import secrets
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any, TypedDict, TypeVar, Unpack
 
 from headrace.base.clock import Clock, SystemClock
@@ -28,7 +29,7 @@ from headrace.core.client import EngineCoreClient
 from headrace.frontend.admission import Admission, QueueState
 from headrace.frontend.chat import ChatTemplate
 from headrace.frontend.fan_out import RequestGroup
-from headrace.frontend.health import ProgressWatch
+from headrace.frontend.health import ProgressWatch, check_moves
 from headrace.frontend.input_processor import InputProcessor, Prompt, PromptTokens, spread_params
 from headrace.frontend.observer import NullObserver, RequestObserver
 from headrace.frontend.output_processor import OutputProcessor
@@ -50,7 +51,6 @@ INLINE_CHARS = 2048
 """Texts up to this length are tokenised on the event loop: a hop to a thread would take longer."""
 
 EXPLAIN_TIMEOUT_S = 10.0
-HUNG_AFTER_S = 5.0
 _WATCH_INTERVAL_S = 0.5
 
 
@@ -175,9 +175,7 @@ class AsyncLLM:
     def check_health(self) -> None:
         """Raise `EngineDeadError` when the core is gone, or has work and has not moved for a while."""
         self._check_alive()
-        age = self.progress_age_s
-        if age > HUNG_AFTER_S:
-            raise EngineDeadError(f"the engine has work but has not moved for {age:.0f} s; restart it if this stays")
+        check_moves(self.progress_age_s)
 
     def now(self) -> float:
         """The time of this engine's clock, in which all marks are made."""
@@ -380,13 +378,10 @@ class AsyncLLM:
         """Return the prompt's ids, checked against the limits."""
         if isinstance(prompt, PromptTokens):
             return prompt
-        began = self._clock.monotonic()
-        try:
+        with self._mark_tokenising():
             if self.input.num_chars(prompt) <= INLINE_CHARS:
                 return self.input.tokenize(prompt, add_special_tokens)
             return await self.run_beside(self.input.tokenize, prompt, add_special_tokens)
-        finally:
-            self.marks.tokenised(began, self._clock.monotonic())
 
     async def tokenize_all(
         self, prompts: Sequence[Prompt | PromptTokens], add_special_tokens: bool = True
@@ -394,7 +389,6 @@ class AsyncLLM:
         """`tokenize` for several prompts; many short ones leave the event loop free too."""
         if len(prompts) == 1 or sum(map(self._num_items, prompts)) <= INLINE_CHARS:
             return [await self.tokenize(prompt, add_special_tokens) for prompt in prompts]
-        began = self._clock.monotonic()
 
         def work() -> list[PromptTokens]:
             return [
@@ -402,10 +396,8 @@ class AsyncLLM:
                 for prompt in prompts
             ]
 
-        try:
+        with self._mark_tokenising():
             return await self.run_beside(work)
-        finally:
-            self.marks.tokenised(began, self._clock.monotonic())
 
     def _num_items(self, prompt: Prompt | PromptTokens) -> int:
         """How much there is to tokenise or to check: characters or ids."""
@@ -415,14 +407,18 @@ class AsyncLLM:
 
     async def tokenize_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> PromptTokens:
         """Return the prompt of a conversation; the options are those of `ChatTemplate.render`."""
+        with self._mark_tokenising():
+            work = functools.partial(self.input.tokenize_chat, self.chat_template, messages, **options)
+            return await self.run_beside(work)
+
+    @contextmanager
+    def _mark_tokenising(self) -> Iterator[None]:
+        """Note how long the block took, for explanations."""
         began = self._clock.monotonic()
         try:
-            return await self.run_beside(functools.partial(self._render_chat, messages, **options))
+            yield
         finally:
             self.marks.tokenised(began, self._clock.monotonic())
-
-    def _render_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> PromptTokens:
-        return self.input.tokenize_chat(self.chat_template, messages, **options)
 
     async def run_beside(self, work: Callable[..., T], *args: Any) -> T:
         """Run costly edge work on a thread, so that the event loop goes on."""

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from headrace.base.errors import EngineDeadError
+
+HUNG_AFTER_S = 5.0
+
 
 class ProgressWatch:
     """Remembers when the word last moved or nothing was to be done.
@@ -23,3 +27,9 @@ class ProgressWatch:
     def age_s(self, now: float) -> float:
         """Seconds for which there was work and nothing moved."""
         return now - self._moved_at
+
+
+def check_moves(age_s: float) -> None:
+    """Raise `EngineDeadError` when there has been work for ``age_s`` seconds and nothing moved for too long."""
+    if age_s > HUNG_AFTER_S:
+        raise EngineDeadError(f"the engine has work but has not moved for {age_s:.0f} s; restart it if this stays")

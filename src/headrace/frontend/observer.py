@@ -18,7 +18,7 @@ class RequestObserver(Protocol):
         ...
 
     def tokens_arrived(self, request_id: str, num_tokens: int, arrival: float, now: float, num_cached: int) -> None:
-        """Tokens were kept for a request."""
+        """Tokens came for a request; none of them is kept (``num_tokens`` 0) when it asked for its prompt alone."""
         ...
 
     def request_finished(self, request_id: str, reason: str, arrival: float, now: float, times: RequestTimes) -> None:

@@ -10,7 +10,8 @@ A fault in the work for one request (its text, its logprobs) ends that request a
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+
+from msgspec.structs import replace
 
 from headrace.base.logging import get_logger
 from headrace.frontend.answer import Answer
@@ -73,12 +74,12 @@ class OutputProcessor:
                 logger.exception("request %s: processing its output failed", answer.request_id)
                 answer.finish(FinishReason.ERROR, error=f"processing the output failed: {type(error).__name__}")
                 kept = 0
-            if kept:
+            if kept or (output.new_token_ids and not answer.first_token_time):
                 self._note_tokens(answer, group, kept, now)
             if output.error is not None:
                 logger.error("request %s (%s) failed: %s", group.external_id, output.request_id, output.error)
             if answer.finish_reason is not None:
-                self._end(answer, group, output.kv_transfer_params, now)
+                self._end(answer, group, output, now)
                 if output.finish_reason is None:
                     aborts.append(answer.request_id)
             touched[group] = None
@@ -90,24 +91,24 @@ class OutputProcessor:
         if not answer.first_token_time:
             answer.first_token_time = now
             self._note_started(answer)
+        answer.last_token_time = now
         cached = 0 if answer.index else answer.num_cached_tokens
         self._observer.tokens_arrived(answer.request_id, kept, group.arrival, now, cached)
 
     def _note_started(self, answer: Answer) -> None:
         self.num_unstarted_tokens -= self._unstarted.pop(answer.request_id, 0)
 
-    def _end(self, answer: Answer, group: RequestGroup, kv_transfer_params: dict[str, Any] | None, now: float) -> None:
-        """The one way out of the table for an answer that has ended."""
+    def _end(self, answer: Answer, group: RequestGroup, output: EngineCoreOutput | None, now: float) -> None:
+        """The one way out of the table for an answer that has ended; ``output`` is the news that ended it, if any."""
         del self._answers[answer.request_id]
         self._note_started(answer)
         self.num_finished += 1
         assert answer.finish_reason is not None
-        times = answer.times
-        if times is None:
-            # It ended here before the core knew, so the milestones are those that were seen from here.
-            last = now if answer.num_tokens else 0.0
-            times = RequestTimes(arrival=group.arrival, first_token=answer.first_token_time, last_token=last)
-        group.note_end(times, kv_transfer_params)
+        times = answer.times or RequestTimes(arrival=group.arrival, first_token=answer.first_token_time)
+        if output is None or output.finish_reason is None:
+            # It ended here before the core knew, so the last milestone is the one that was seen from here.
+            times = replace(times, last_token=answer.last_token_time)
+        group.note_end(times, output.kv_transfer_params if output is not None else None)
         reason = answer.finish_reason.value
         self._observer.request_finished(answer.request_id, reason, group.arrival, now, times)
 

@@ -20,7 +20,10 @@ class FinishReason(str, Enum):
 
 
 class RequestTimes(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """`Clock.monotonic` seconds of a request's milestones, sent with its last output; 0 where it never came."""
+    """`Clock.monotonic` seconds of a request's milestones so far; 0 where it never came.
+
+    They travel with the first token, for a request that the frontend ends itself, and with the last output.
+    """
 
     arrival: float = 0.0
     queued: float = 0.0
@@ -98,7 +101,6 @@ class CoreReady(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, t
     kv_cache_tokens: int
     max_concurrency: float
     attention: str = ""
-    config: dict[str, Any] = {}
     phases_ms: dict[str, float] = {}
 
 

@@ -156,6 +156,8 @@ class FakeCoreClient(EngineCoreClient):
         request, sampling = playing.request, playing.request.sampling
         assert sampling.max_tokens is not None
         output = EngineCoreOutput(request_id=request.request_id, new_token_ids=[])
+        if playing.num_output == 0:
+            output.times = _times(request)
         if playing.num_output == 0 and sampling.prompt_logprobs is not None:
             ids = request.prompt_token_ids[1:]
             entries = [fake_logprobs(token_id, sampling.prompt_logprobs) for token_id in ids]
@@ -171,9 +173,15 @@ class FakeCoreClient(EngineCoreClient):
             elif playing.num_output == sampling.max_tokens:
                 output.finish_reason = FinishReason.LENGTH
             if output.finish_reason is not None:
-                output.times = RequestTimes(arrival=request.arrival_time)
+                output.times = _times(request)
                 del self._playing[request.request_id]
                 break
         if sampling.logprobs is not None:
             output.logprobs = [fake_logprobs(token_id, sampling.logprobs) for token_id in output.new_token_ids]
         return output
+
+
+def _times(request: EngineCoreRequest) -> RequestTimes:
+    """A core that takes no time."""
+    now = request.arrival_time
+    return RequestTimes(arrival=now, queued=now, first_scheduled=now, first_token=now, last_token=now)

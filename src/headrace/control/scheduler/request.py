@@ -218,7 +218,7 @@ class Request:
         return None if entries is None else PromptLogprobs(1, entries)
 
     def make_times(self) -> RequestTimes:
-        """Milestones for the last output."""
+        """Milestones so far."""
         return RequestTimes(
             arrival=self.record.arrival_time,
             queued=self.queued,

@@ -217,7 +217,7 @@ class Scheduler:
         return [entry[0].request_id for entry in failed if entry[0].status is RequestStatus.RUNNING]
 
     def reset_prefix_cache(self, reset_running: bool) -> bool:
-        """Forget all hashes. ``False``, changing nothing, while requests hold blocks.
+        """Forget all hashes. ``False``, leaving them, while requests or transfers hold blocks.
 
         Args:
             reset_running: preempt them first; tokens of steps in flight are dropped, for they come from the old cache.

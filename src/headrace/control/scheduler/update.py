@@ -149,6 +149,7 @@ def _make_output(
     if not request.first_token:
         request.first_token = now
         totals.prompt_tokens += request.num_prompt_tokens
+        result.times = request.make_times()
     if request.prompt_logprobs is not None:
         result.prompt_logprobs = request.take_prompt_logprobs()
     if logprobs is not None:
