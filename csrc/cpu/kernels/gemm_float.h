@@ -73,44 +73,40 @@ static void float_rows(const T* w, size_t stride, int panels, int count, const f
     }
 }
 
+// Weight 16 * half + 4 * i + j of a group, for the N outputs whose bytes, scales and second scales these are.
+template <Format format, int half, int j>
+HR_INLINE VF widen_one(const uint8_t* bytes, int i, VF d, VF second) {
+    if constexpr (format == Format::I4) {
+        return fma(d, nibble<8 * j + 4 * half>(as_int(uload(bytes + 64 * i))), second);
+    } else {
+        const VI raw = as_int(uload(bytes + 64 * (4 * half + i)));
+        const VF q = to_float(shift_right_signed<24>(shift_left<24 - 8 * j>(raw)));
+        if constexpr (has_min(format)) return fma(d, q, second);
+        else return mul(format == Format::I8G16 && half ? second : d, q);
+    }
+}
+
+template <Format format, int half>
+HR_INLINE void widen_half(const uint8_t* bytes, VF d, VF second, float* out) {
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i, out += 64) {
+        store(out, widen_one<format, half, 0>(bytes, i, d, second));
+        store(out + 16, widen_one<format, half, 1>(bytes, i, d, second));
+        store(out + 32, widen_one<format, half, 2>(bytes, i, d, second));
+        store(out + 48, widen_one<format, half, 3>(bytes, i, d, second));
+    }
+}
+
 // Widens `count` k from `k0` of one panel to out[count][16].
 template <Format format, bool wide>
 HR_INLINE void widen_piece(const uint8_t* panel, int k0, int count, float* out) {
     for (int g = k0 / kGroup; g < (k0 + count) / kGroup; ++g, out += kGroup * 16) {
+        const uint8_t* block = panel + g * group_stride(format, wide);
         for (int part = 0; part < 16; part += N) {
-            const uint8_t* block = panel + g * group_stride(format, wide);
-            const uint8_t* s = block + group_bytes(format);
-            const VF d = format == Format::I8G16 ? load((const float*)s + part) : load_scale<wide>(s, part);
-            const VF second = format == Format::I8G16 ? load((const float*)s + 16 + part)
-                              : has_min(format)       ? load_scale<wide>(s, 16 + part)
-                                                      : zero();
-            const uint8_t* bytes = block + 4 * part;
-            if constexpr (format == Format::I4) {
-                for (int i = 0; i < 4; ++i) {
-                    const U raw = uload(bytes + 64 * i);
-                    const VI low = as_int(low_nibbles(raw)), high = as_int(high_nibbles(raw));
-                    const VI mask = ibcast(0xff);
-                    const VI ql[4] = {iand(low, mask), iand(shift_right<8>(low), mask), iand(shift_right<16>(low), mask),
-                                      shift_right<24>(low)};
-                    const VI qh[4] = {iand(high, mask), iand(shift_right<8>(high), mask), iand(shift_right<16>(high), mask),
-                                      shift_right<24>(high)};
-                    for (int j = 0; j < 4; ++j) {
-                        store(out + (4 * i + j) * 16 + part, fma(d, to_float(ql[j]), second));
-                        store(out + (16 + 4 * i + j) * 16 + part, fma(d, to_float(qh[j]), second));
-                    }
-                }
-            } else {
-                for (int i = 0; i < 8; ++i) {
-                    const VI raw = as_int(uload(bytes + 64 * i));
-                    const VI q[4] = {shift_right_signed<24>(shift_left<24>(raw)), shift_right_signed<24>(shift_left<16>(raw)),
-                                     shift_right_signed<24>(shift_left<8>(raw)), shift_right_signed<24>(raw)};
-                    const VF scale = format == Format::I8G16 && i >= 4 ? second : d;
-                    for (int j = 0; j < 4; ++j) {
-                        const VF y = has_min(format) ? fma(scale, to_float(q[j]), second) : mul(scale, to_float(q[j]));
-                        store(out + (4 * i + j) * 16 + part, y);
-                    }
-                }
-            }
+            VF d, second;
+            load_scales<format, wide>(block, part, d, second);
+            widen_half<format, 0>(block + 4 * part, d, second, out + part);
+            widen_half<format, 1>(block + 4 * part, d, second, out + kGroup / 2 * 16 + part);
         }
     }
 }
@@ -128,8 +124,103 @@ static void widen(Format format, bool wide, const uint8_t* panel, int k0, int co
     }
 }
 
+// rows x (panels * 16) outputs whose weights pass through registers alone.
+template <Format format, bool wide, int panels, int rows>
+struct FusedTile {
+    static constexpr int vectors = panels * 16 / N;
+    const uint8_t* bytes[vectors];
+    VF d[vectors], second[vectors];
+    VF acc[rows][vectors];
+
+    template <int half, int j>
+    HR_INLINE void step(FusedTile& t, int i, const float* x, int64_t ldx) {
+        VF w[vectors];
+        for (int v = 0; v < vectors; ++v) w[v] = widen_one<format, half, j>(t.bytes[v], i, t.d[v], t.second[v]);
+#pragma GCC unroll 8
+        for (int r = 0; r < rows; ++r) {
+            const VF xk = bcast(x[r * ldx + 4 * i + j]);
+            for (int v = 0; v < vectors; ++v) t.acc[r][v] = fma(xk, w[v], t.acc[r][v]);
+        }
+    }
+
+    template <int half>
+    HR_INLINE void half_group(FusedTile& t, const float* x, int64_t ldx) {
+#pragma GCC unroll 1
+        for (int i = 0; i < 4; ++i) {
+            step<half, 0>(t, i, x, ldx);
+            step<half, 1>(t, i, x, ldx);
+            step<half, 2>(t, i, x, ldx);
+            step<half, 3>(t, i, x, ldx);
+        }
+    }
+};
+
+template <Format format, bool wide, int panels, int rows>
+HR_KERNEL void fused_tile(const uint8_t* w, size_t panel_stride, int groups, const float* x, int64_t ldx, float* out) {
+    using Tile = FusedTile<format, wide, panels, rows>;
+    constexpr size_t stride = group_stride(format, wide);
+    Tile t;
+    for (int r = 0; r < rows; ++r)
+        for (int v = 0; v < Tile::vectors; ++v) t.acc[r][v] = zero();
+    for (int g = 0; g < groups; ++g, w += stride, x += kGroup) {
+        for (int v = 0; v < Tile::vectors; ++v) {
+            const uint8_t* block = w + v * N / 16 * panel_stride;
+            const int part = v * N % 16;
+            for (size_t line = 0; part == 0 && line < stride; line += 64) prefetch(block + kPrefetchAhead + line);
+            load_scales<format, wide>(block, part, t.d[v], t.second[v]);
+            t.bytes[v] = block + 4 * part;
+        }
+        Tile::template half_group<0>(t, x, ldx);
+        Tile::template half_group<1>(t, x + kGroup / 2, ldx);
+    }
+    for (int r = 0; r < rows; ++r)
+        for (int v = 0; v < Tile::vectors; ++v) store(out + r * panels * 16 + v * N, t.acc[r][v]);
+}
+
+// Up to here, widening weights again for each tile of rows costs less than taking them through memory.
+constexpr int kFusedRows = kManyRegisters ? 16 : 8;
+
+template <Format format, bool wide, int panels>
+static int fused_rows(const uint8_t* w, size_t panel_stride, int groups, const float* x, int64_t ldx, int rows, float* out) {
+    if constexpr (kManyRegisters) {
+        if (rows >= 8) return fused_tile<format, wide, panels, 8>(w, panel_stride, groups, x, ldx, out), 8;
+    }
+    if constexpr (kManyRegisters || panels == 1) {
+        if (rows >= 4) return fused_tile<format, wide, panels, 4>(w, panel_stride, groups, x, ldx, out), 4;
+    }
+    if (rows >= 2) return fused_tile<format, wide, panels, 2>(w, panel_stride, groups, x, ldx, out), 2;
+    return fused_tile<format, wide, panels, 1>(w, panel_stride, groups, x, ldx, out), 1;
+}
+
+template <Format format, bool wide>
+static void gemm_fused(const GemmTask& t) {
+    alignas(64) float out[8 * 32];
+    const int rows = t.row_end - t.row_begin, most = kManyRegisters || rows < 4 ? 2 : 1;
+    for (int p = 0, panels; p < t.num_panels; p += panels) {
+        panels = t.num_panels - p < most ? t.num_panels - p : most;
+        const uint8_t* w = t.panels + p * t.panel_stride;
+        for (int row = t.row_begin, done; row < t.row_end; row += done) {
+            const float* x = t.x + row * t.ldx;
+            const int rest = t.row_end - row, groups = t.k / kGroup;
+            done = panels == 2 ? fused_rows<format, wide, 2>(w, t.panel_stride, groups, x, t.ldx, rest, out)
+                               : fused_rows<format, wide, 1>(w, t.panel_stride, groups, x, t.ldx, rest, out);
+            write_tile(t, out, panels * 16, p * kPanel, row, done);
+        }
+    }
+}
+
+static void gemm_fused(const GemmTask& t) {
+    switch (t.format) {
+        case Format::I4: return t.wide_scales ? gemm_fused<Format::I4, true>(t) : gemm_fused<Format::I4, false>(t);
+        case Format::I8: return t.wide_scales ? gemm_fused<Format::I8, true>(t) : gemm_fused<Format::I8, false>(t);
+        case Format::I8M: return gemm_fused<Format::I8M, true>(t);
+        default: return gemm_fused<Format::I8G16, true>(t);
+    }
+}
+
 // scratch: acc[128][64], then a widened piece of four panels.
 static void gemm_float(const GemmTask& t, float* scratch) {
+    if (!is_float(t.format) && t.row_end - t.row_begin <= kFusedRows) return gemm_fused(t);
     constexpr int most_rows = 128, width = 64;
     float* acc = scratch;
     float* piece = scratch + most_rows * width;

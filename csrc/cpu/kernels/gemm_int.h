@@ -11,6 +11,16 @@ HR_INLINE VF load_scale(const uint8_t* scales, int index) {
     else return load_f16((const uint16_t*)scales + index);
 }
 
+// Scales of a group for N outputs from `part`, and minima or the scales of the upper half.
+template <Format format, bool wide>
+HR_INLINE void load_scales(const uint8_t* group, int part, VF& d, VF& second) {
+    const uint8_t* s = group + group_bytes(format);
+    d = format == Format::I8G16 ? load((const float*)s + part) : load_scale<wide>(s, part);
+    second = format == Format::I8G16 ? load((const float*)s + 16 + part)
+             : has_min(format)       ? load_scale<wide>(s, 16 + part)
+                                     : zero();
+}
+
 // One row of one group of activations: constant offsets from here reach the rows below it.
 struct RowView {
     const int8_t* q;
@@ -94,11 +104,8 @@ HR_KERNEL void int_tile(const uint8_t* panel, int groups, const ActivationGroup*
             }
             U w[8];
             load_group<format>(bytes, w);
-            const uint8_t* s = bytes - 4 * part + group_bytes(format);
-            const VF d = format == Format::I8G16 ? load((const float*)s + part) : load_scale<wide>(s, part);
-            const VF second = format == Format::I8G16 ? load((const float*)s + 16 + part)
-                              : has_min(format)       ? load_scale<wide>(s, 16 + part)
-                                                      : zero();
+            VF d, second;
+            load_scales<format, wide>(bytes - 4 * part, part, d, second);
             constexpr int turn = rows < kTurn ? rows : kTurn;
 #pragma GCC unroll 16
             for (int r = 0; r < rows; r += turn) {

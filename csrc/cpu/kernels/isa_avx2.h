@@ -82,6 +82,8 @@ HR_INLINE U uload(const uint8_t* p) { return {_mm256_loadu_si256((const __m256i*
 HR_INLINE VI as_int(U a) { return {a.v}; }
 HR_INLINE U low_nibbles(U a) { return {_mm256_and_si256(a.v, _mm256_set1_epi8(15))}; }
 HR_INLINE U high_nibbles(U a) { return {_mm256_and_si256(_mm256_srli_epi16(a.v, 4), _mm256_set1_epi8(15))}; }
+// The 4 bits at `shift` of each lane as a float.
+template <int shift> HR_INLINE VF nibble(VI a) { return to_float(iand(shift_right<shift>(a), ibcast(15))); }
 HR_INLINE __m256i four(const int8_t* a) { return _mm256_set1_epi32(*(const int32_t __attribute__((may_alias, aligned(1)))*)a); }
 HR_INLINE void prefetch(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T0); }
 // To the second level: more lines can be on their way than the first one has room for.

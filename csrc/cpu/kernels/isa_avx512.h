@@ -84,6 +84,11 @@ HR_INLINE U uload(const uint8_t* p) { return {_mm512_loadu_si512(p)}; }
 HR_INLINE VI as_int(U a) { return {a.v}; }
 HR_INLINE U low_nibbles(U a) { return {_mm512_and_si512(a.v, _mm512_set1_epi8(15))}; }
 HR_INLINE U high_nibbles(U a) { return {_mm512_and_si512(_mm512_srli_epi16(a.v, 4), _mm512_set1_epi8(15))}; }
+// The 4 bits at `shift` of each lane as a float: a permutation looks at no more than the low bits of its index.
+template <int shift> HR_INLINE VF nibble(VI a) {
+    const __m512 table = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    return {_mm512_permutexvar_ps(_mm512_srli_epi32(a.v, shift), table)};
+}
 HR_INLINE __m512i four(const int8_t* a) { return _mm512_set1_epi32(*(const int32_t __attribute__((may_alias, aligned(1)))*)a); }
 HR_INLINE void prefetch(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T0); }
 // To the second level: more lines can be on their way than the first one has room for.

@@ -82,6 +82,8 @@ HR_INLINE U uload(const uint8_t* p) { U r; for (int i = 0; i < 64; ++i) r.v[i] =
 HR_INLINE VI as_int(U a) { VI r; __builtin_memcpy(&r, &a, 64); return r; }
 HR_INLINE U low_nibbles(U a) { U r; for (int i = 0; i < 64; ++i) r.v[i] = a.v[i] & 15; return r; }
 HR_INLINE U high_nibbles(U a) { U r; for (int i = 0; i < 64; ++i) r.v[i] = a.v[i] >> 4; return r; }
+// The 4 bits at `shift` of each lane as a float.
+template <int shift> HR_INLINE VF nibble(VI a) { return to_float(iand(shift_right<shift>(a), ibcast(15))); }
 HR_INLINE void prefetch(const void*) {}
 HR_INLINE void prefetch_far(const void*) {}
 
