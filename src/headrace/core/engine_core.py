@@ -33,6 +33,7 @@ from headrace.core.pipeline import Flight, Pipeline, StepFailedError
 from headrace.core.recovery import StepRecovery
 from headrace.executor.base import Executor
 from headrace.kv_connector.protocol import SchedulerConnector
+from headrace.messages.kv_cache import KVCacheConfig
 from headrace.messages.outputs import ControlReply, CoreReady, EngineCoreOutput, EngineCoreOutputs, FinishReason
 from headrace.messages.requests import (
     Abort,
@@ -110,37 +111,15 @@ class EngineCore:
         self._clock = clock
         self._recorder = recorder if recorder is not None else NullStepRecorder()
         self._views = views or {}
-        began = clock.monotonic()
-        loaded = executor.start()
-        cache, max_model_len = config.cache, config.max_model_len
-        plan = plan_kv_cache(
-            loaded.layer_specs, loaded.available_bytes, max_model_len, cache.block_size, cache.num_kv_blocks
-        )
-        logger.info(describe(plan, max_model_len))
-        planned = clock.monotonic()
-        executor.initialize_kv_cache(plan)
-        self._refused_attention = loaded.refused
-        # The phases do not overlap: together they are the time from the start to here.
-        other_ms = max(0.0, (planned - began) * 1e3 - sum(loaded.phases_ms.values()))
-        own_phases_ms = {"workers": other_ms, "kv_cache": (clock.monotonic() - planned) * 1e3}
-        self.ready = CoreReady(
-            max_model_len=max_model_len,
-            vocab_size=loaded.vocab_size,
-            num_blocks=plan.num_blocks,
-            block_size=plan.block_size,
-            kv_cache_tokens=num_cache_tokens(plan, max_model_len),
-            max_concurrency=max_concurrency(plan, max_model_len),
-            attention=loaded.attention,
-            phases_ms=loaded.phases_ms | own_phases_ms,
-        )
-        depth = config.scheduler.pipeline_depth
         self._after_step = after_step
         self._closers = closers
+        plan, self.ready, self._refused_attention = _start(executor, config, clock)
+        depth = config.scheduler.pipeline_depth
         self.scheduler = make_scheduler(
             config.scheduler,
             plan,
-            max_model_len=max_model_len,
-            enable_prefix_caching=cache.enable_prefix_caching,
+            max_model_len=config.max_model_len,
+            enable_prefix_caching=config.cache.enable_prefix_caching,
             pipeline_depth=depth,
             connector=connector,
             grammar=grammar,
@@ -232,23 +211,20 @@ class EngineCore:
 
     def step(self) -> dict[int, EngineCoreOutputs]:
         """One iteration; returns what each client is to hear."""
-        pipeline, scheduler = self._pipeline, self.scheduler
-        launched = False
-        if pipeline.has_room and runs_steps(self.state):
-            step = scheduler.schedule(self._clock.monotonic())
-            launched = bool(step.num_scheduled_tokens) or step.connector is not None
-            if launched:
-                pipeline.launch(step)
-                self._recorder.on_launched(step.step_id, self._clock.monotonic())
-        # The pipeline is filled first; then its oldest step is committed.
-        flight = None if launched and pipeline.has_room else pipeline.take_oldest()
+        pipeline = self._pipeline
+        step = self._schedule()
+        if step is not None:
+            # The forward, the grammar bitmask while it runs, the sampling.
+            pipeline.launch(step)
+            self._recorder.on_launched(step.step_id, self._clock.monotonic())
+        # The pipeline is filled first; then its oldest step is waited for and committed.
+        flight = None if step is not None and pipeline.has_room else pipeline.take_oldest()
         if flight is not None:
             self._finish(flight)
         self._apply_aborts()
         # A step that only asks the connector for news is not worth spinning for.
-        self.stalled = not (launched and step.num_scheduled_tokens) and not (
-            flight and flight.step.num_scheduled_tokens
-        )
+        moved = (step, flight.step if flight is not None else None)
+        self.stalled = not any(one is not None and one.num_scheduled_tokens for one in moved)
         return self._take_outbox()
 
     def shutdown(self) -> None:
@@ -258,6 +234,13 @@ class EngineCore:
         closers, self._closers = self._closers, ()
         for close in closers:
             close()
+
+    def _schedule(self) -> SchedulerOutput | None:
+        """The next step, if there is room for one and anything to run or to ask the connector."""
+        if not (self._pipeline.has_room and runs_steps(self.state)):
+            return None
+        step = self.scheduler.schedule(self._clock.monotonic())
+        return step if step.num_scheduled_tokens or step.connector is not None else None
 
     def _finish(self, flight: Flight) -> None:
         """Wait for a step and commit it; one that failed is run again in parts."""
@@ -378,6 +361,37 @@ class EngineCore:
     def _describe_state(self) -> dict[str, Any]:
         scheduler = self.scheduler
         return {"state": self.state.value, "num_unfinished": scheduler.num_running + scheduler.num_waiting}
+
+
+def _start(executor: Executor, config: EngineConfig, clock: Clock) -> tuple[KVCacheConfig, CoreReady, dict[str, str]]:
+    """Load the model, plan the KV cache and have it made.
+
+    Returns:
+        The plan, what the frontend is told, and why each attention backend but the chosen one was refused.
+    """
+    began = clock.monotonic()
+    loaded = executor.start()
+    cache, max_model_len = config.cache, config.max_model_len
+    plan = plan_kv_cache(
+        loaded.layer_specs, loaded.available_bytes, max_model_len, cache.block_size, cache.num_kv_blocks
+    )
+    logger.info(describe(plan, max_model_len))
+    planned = clock.monotonic()
+    executor.initialize_kv_cache(plan)
+    # The phases do not overlap: together they are the time from the start to here.
+    other_ms = max(0.0, (planned - began) * 1e3 - sum(loaded.phases_ms.values()))
+    own_phases_ms = {"workers": other_ms, "kv_cache": (clock.monotonic() - planned) * 1e3}
+    ready = CoreReady(
+        max_model_len=max_model_len,
+        vocab_size=loaded.vocab_size,
+        num_blocks=plan.num_blocks,
+        block_size=plan.block_size,
+        kv_cache_tokens=num_cache_tokens(plan, max_model_len),
+        max_concurrency=max_concurrency(plan, max_model_len),
+        attention=loaded.attention,
+        phases_ms=loaded.phases_ms | own_phases_ms,
+    )
+    return plan, ready, loaded.refused
 
 
 def _make_no_bitmask(step: SchedulerOutput) -> None:

@@ -83,7 +83,7 @@ class InlineCore:
         return outputs if outputs is not None else EngineCoreOutputs()
 
     def control(self, request: AnyControl) -> Any:
-        """Apply a verb that answers at once (every one but `Drain`); raises `RequestFailedError` when it fails."""
+        """Apply a verb that answers at once (every one but `Drain`) and return its value; raises what it fails with."""
         self._check_alive()
         return self._core.perform(request)
 
