@@ -59,5 +59,9 @@ class RequestFailedError(HeadraceError, RuntimeError):
     """One request failed inside the engine; all others go on."""
 
 
+class ControlFailedError(RequestFailedError):
+    """A control verb was refused or failed; the message is for the operator who sent it."""
+
+
 class EngineDeadError(HeadraceError, RuntimeError):
     """The engine core is gone. ``str(error)`` is the root cause and what to do."""

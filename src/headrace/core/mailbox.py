@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from headrace.base.errors import EngineDeadError, RequestFailedError
+from headrace.base.errors import ControlFailedError, EngineDeadError
 from headrace.messages.outputs import ControlReply, EngineCoreOutputs
 from headrace.messages.requests import AnyControl
 
@@ -90,6 +90,6 @@ class Mailbox:
         if future is None or future.done():
             return
         if reply.error is not None:
-            future.set_exception(RequestFailedError(reply.error))
+            future.set_exception(ControlFailedError(reply.error))
         else:
             future.set_result(reply.value)

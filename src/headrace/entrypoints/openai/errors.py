@@ -13,6 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from headrace.base.errors import (
+    ControlFailedError,
     EngineDeadError,
     InvalidRequestError,
     NotAcceptingError,
@@ -92,6 +93,8 @@ def describe(error: BaseException, request_id: str = "") -> ErrorInfo:
             return ErrorInfo(503, str(error) or "the server accepts no requests now", None, "not_accepting", 1.0)
         case EngineDeadError():
             return ErrorInfo(503, f"the engine has stopped; the server's log has the cause{named}", None, "engine_dead")
+        case ControlFailedError():
+            return ErrorInfo(409, str(error), None, "control_failed")
         case RequestFailedError():
             message = f"the request failed inside the engine; the server's log has the cause{named}"
             return ErrorInfo(500, message, None, "request_failed")
