@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
+from headrace.base.errors import ControlFailedError
 from tests.http_service import MODEL, events_of
 from tests.simulated_service import CORE_PHASES, SimulatedService, start_simulated
 
@@ -112,3 +113,12 @@ async def test_clients_cannot_reach_the_hook(service: SimulatedService) -> None:
     body = {"model": MODEL, "prompt": "a", "fault": {"phase": "forward"}}
     reply = await service.http.post(COMPLETION, json=body)
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, "fault")
+
+
+async def test_a_refused_verb_tells_its_operator_why(service: SimulatedService) -> None:
+    async def refuse(*_: Any) -> None:
+        raise ControlFailedError("a profile is running already")
+
+    service.llm.client.control = refuse  # type: ignore[method-assign]
+    reply = await service.http.post("/start_profile")
+    assert (reply.status_code, reply.json()["error"]["message"]) == (409, "a profile is running already")
