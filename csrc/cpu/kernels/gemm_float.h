@@ -178,7 +178,7 @@ HR_KERNEL void fused_tile(const uint8_t* w, size_t panel_stride, int groups, con
 }
 
 // Up to here, widening weights again for each tile of rows costs less than taking them through memory.
-constexpr int kFusedRows = kManyRegisters ? 16 : 8;
+constexpr int kFusedRows = 16;
 
 template <Format format, bool wide, int panels>
 static int fused_rows(const uint8_t* w, size_t panel_stride, int groups, const float* x, int64_t ldx, int rows, float* out) {
@@ -187,15 +187,15 @@ static int fused_rows(const uint8_t* w, size_t panel_stride, int groups, const f
     }
     if constexpr (kManyRegisters || panels == 1) {
         if (rows >= 4) return fused_tile<format, wide, panels, 4>(w, panel_stride, groups, x, ldx, out), 4;
+        if (rows >= 2) return fused_tile<format, wide, panels, 2>(w, panel_stride, groups, x, ldx, out), 2;
     }
-    if (rows >= 2) return fused_tile<format, wide, panels, 2>(w, panel_stride, groups, x, ldx, out), 2;
     return fused_tile<format, wide, panels, 1>(w, panel_stride, groups, x, ldx, out), 1;
 }
 
 template <Format format, bool wide>
 static void gemm_fused(const GemmTask& t) {
     alignas(64) float out[8 * 32];
-    const int rows = t.row_end - t.row_begin, most = kManyRegisters || rows < 4 ? 2 : 1;
+    const int rows = t.row_end - t.row_begin, most = kManyRegisters || rows == 1 ? 2 : 1;
     for (int p = 0, panels; p < t.num_panels; p += panels) {
         panels = t.num_panels - p < most ? t.num_panels - p : most;
         const uint8_t* w = t.panels + p * t.panel_stride;
