@@ -114,6 +114,17 @@ async def test_files_are_open_and_data_is_not(live: Live) -> None:
             assert (await anybody.get(path)).status_code == 401
 
 
+async def test_pages_lie_behind_a_proxy_too() -> None:
+    made = await start_live(options={"root_path": "/models/tiny"})
+    try:
+        for path in ("/", "/dashboard", "/assets/api.js", "/v1/models"):
+            assert (await made.http.get(path)).status_code == 200, path
+        page = (await made.http.get("/dashboard")).text
+        assert not re.search(r'(src|href)="/', page), "links must be relative"
+    finally:
+        await made.end()
+
+
 async def test_the_setup_shows_choices_with_reasons(live: Live) -> None:
     setup = (await live.http.get("/v1/dashboard/setup")).json()
     rows = {row["name"]: row for row in setup["config"]}

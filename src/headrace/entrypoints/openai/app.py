@@ -135,8 +135,11 @@ async def _metrics(context: ServerContext, request: Request) -> Response:
     return Response(context.metrics.render(), headers={"Content-Type": CONTENT_TYPE})
 
 
-async def _static(context: ServerContext, request: Request) -> Response:
-    return serve_file(request.url.path.removeprefix(context.options.root_path))
+def _file_at(path: str) -> Handler:
+    async def handler(context: ServerContext, request: Request) -> Response:
+        return serve_file(path)
+
+    return handler
 
 
 ROUTES: list[tuple[str, str, Handler]] = [
@@ -164,7 +167,7 @@ ROUTES: list[tuple[str, str, Handler]] = [
     ("POST", "/stop_profile", insight.stop_profile),
     ("POST", "/tokenize", tokenize.tokenize),
     ("POST", "/detokenize", tokenize.detokenize),
-    *(("GET", path, _static) for path in FILES),
+    *(("GET", path, _file_at(path)) for path in FILES),
 ]
 
 
@@ -187,7 +190,8 @@ def openapi_document() -> dict[str, Any]:
 
 def make_app(context: ServerContext) -> ASGIApp:
     """Return the application for a server."""
-    app = FastAPI(title="headrace", root_path=context.options.root_path, redoc_url=None)
+    app = FastAPI(title="headrace", redoc_url=None)
+    app.root_path = context.options.root_path
     app.openapi = openapi_document  # type: ignore[method-assign]
     for method, path, handler in ROUTES:
         app.add_route(path, _endpoint(context, handler), methods=[method])
