@@ -19,7 +19,7 @@ import secrets
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any, TypedDict, TypeVar, Unpack
+from typing import Any, TypeVar, Unpack
 
 from headrace.base.clock import Clock, SystemClock
 from headrace.base.errors import EngineDeadError, InvalidRequestError, NotAcceptingError, QueueFullError
@@ -30,7 +30,13 @@ from headrace.frontend.admission import Admission, QueueState
 from headrace.frontend.chat import ChatTemplate
 from headrace.frontend.fan_out import RequestGroup
 from headrace.frontend.health import ProgressWatch, check_moves
-from headrace.frontend.input_processor import InputProcessor, Prompt, PromptTokens, spread_params
+from headrace.frontend.input_processor import (
+    InputProcessor,
+    Prompt,
+    PromptTokens,
+    RequestOptions,
+    spread_params,
+)
 from headrace.frontend.observer import NullObserver, RequestObserver
 from headrace.frontend.output_processor import OutputProcessor
 from headrace.frontend.stream import OutputStream
@@ -52,21 +58,6 @@ INLINE_CHARS = 2048
 
 EXPLAIN_TIMEOUT_S = 10.0
 _WATCH_INTERVAL_S = 0.5
-
-
-class RequestOptions(TypedDict, total=False):
-    """What may go with a request beside its parameters.
-
-    ``priority``: lower runs earlier; needs the priority policy. ``cache_salt`` separates this caller's prefix cache
-    from others'. ``add_special_tokens``: whether text gets the tokenizer's special tokens (default true).
-    ``kv_transfer_params`` are for the KV connector. ``fault`` is a test hook, see `EngineCoreRequest`.
-    """
-
-    priority: int
-    cache_salt: str | None
-    add_special_tokens: bool
-    kv_transfer_params: dict[str, Any] | None
-    fault: dict[str, Any] | None
 
 
 class AsyncLLM:

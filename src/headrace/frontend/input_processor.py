@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypedDict
 
 from headrace.base.errors import InvalidRequestError
 from headrace.frontend import validation
@@ -33,6 +33,21 @@ class PromptTokens:
 
     token_ids: list[int]
     text: str | None = None
+
+
+class RequestOptions(TypedDict, total=False):
+    """What may go with a request beside its parameters.
+
+    ``priority``: lower runs earlier; needs the priority policy. ``cache_salt`` separates this caller's prefix cache
+    from others'. ``add_special_tokens``: whether text gets the tokenizer's special tokens (default true).
+    ``kv_transfer_params`` are for the KV connector. ``fault`` is a test hook, see `EngineCoreRequest`.
+    """
+
+    priority: int
+    cache_salt: str | None
+    add_special_tokens: bool
+    kv_transfer_params: dict[str, Any] | None
+    fault: dict[str, Any] | None
 
 
 class InputProcessor:
