@@ -75,10 +75,10 @@ class FaultyLLM(AsyncLLM):
             raise PoisonError
         return await super().tokenize(prompt, add_special_tokens)
 
-    def _render_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> PromptTokens:
+    async def tokenize_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> PromptTokens:
         if any(message.get("content") == "POISON" for message in messages):
             raise PoisonError
-        return super()._render_chat(messages, **options)
+        return await super().tokenize_chat(messages, **options)
 
 
 @dataclass
