@@ -18,6 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -46,14 +47,14 @@ def make_body(prompt: Sequence[int], max_tokens: int) -> bytes:
 async def keep_streaming(client: BenchClient, number: int, until: float, records: list[RequestRecord]) -> None:
     """One user: asks again whenever an answer is complete."""
     prompts = make_token_ids(200, PromptShape(32), 1000 + number)
-    # Users who all end together would come back together: their first answers differ in length.
-    for turn, prompt in enumerate(prompts):
-        if time.perf_counter() >= until:
-            return
-        length = STREAM_TOKENS if turn else STREAM_TOKENS * (number + 1) // NUM_STREAMS
-        record = RequestRecord(due=time.perf_counter())
-        records.append(record)
-        await client.stream("/completions", make_body(prompt, length), record)
+    with suppress(TimeoutError):
+        async with asyncio.timeout(until - time.perf_counter()):
+            # Users who all end together would come back together: their first answers differ in length.
+            for turn, prompt in enumerate(prompts):
+                length = STREAM_TOKENS if turn else STREAM_TOKENS * (number + 1) // NUM_STREAMS
+                record = RequestRecord(due=time.perf_counter())
+                records.append(record)
+                await client.stream("/completions", make_body(prompt, length), record)
 
 
 async def measure(url: str, seconds: float, *, with_prompts: bool) -> tuple[np.ndarray, list[RequestRecord]]:

@@ -3,7 +3,8 @@
 ``python benchmarks/memory.py [MODEL] [--num-streams N] [flags of serve]``
 
 Proportional set size counts a page shared by N processes as 1/N in each. It is read from ``smaps``, mapping by mapping,
-once when the server is ready and again after work; weights are what the engine reports, or the model file's size.
+once when the server is ready, with no KV block touched, and again after work. The size of MODEL, when it is a file,
+stands for the weights; KV blocks count as allocated, so keep them few enough (``--kv-mib``) that work touches them all.
 """
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ def main() -> None:
     """Start a server, look, let it work, look again."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--num-streams", type=int, default=32)
-    parser.add_argument("--kv-mib", type=int, default=256, help="memory of KV blocks, all of it touched or not")
+    parser.add_argument("--kv-mib", type=int, default=256, help="memory of KV blocks (default: %(default)s)")
     args, words = parser.parse_known_args()
     command = [sys.executable, "-m", "headrace.entrypoints.cli.main", "serve", *words, "--port", "0"]
     process = subprocess.Popen([*command, "--kv-cache-memory", f"{args.kv_mib}MiB"], stderr=subprocess.PIPE, text=True)
@@ -109,9 +110,10 @@ def main() -> None:
                 url = match[1]
             assert line or process.poll() is None, "the server ended"
         model = str(read_json(f"{url}/v1/models")["data"][0]["id"])  # type: ignore[index]
-        report(process.pid, "idle", {})
+        weights = {"weights": Path(words[0]).stat().st_size} if words and Path(words[0]).is_file() else {}
+        report(process.pid, "idle", weights)
         asyncio.run(work(url, model, args.num_streams))
-        report(process.pid, "after work", {})
+        report(process.pid, "after work", weights | {"KV blocks": args.kv_mib * MIB})
     finally:
         process.send_signal(signal.SIGTERM)
         process.communicate(timeout=30)
