@@ -45,11 +45,11 @@ def calibrate() -> float:
     return (thread_time() - begin) / CALIBRATION_LOOPS * 1e6
 
 
-def make_scheduler(num_running: int, num_blocks: int, depth: int = 2, max_batched: int = 8192) -> Scheduler:
+def make_scheduler(num_running: int, num_blocks: int, max_batched: int = 8192) -> Scheduler:
     spec = KVCacheSpec(KVCacheKind.FULL, BLOCK, 1, 64, "float16", (), 4096)
     kv = KVCacheConfig(num_blocks, BLOCK, (KVCacheGroup((0,), spec),))
     section = SchedulerSection(max_num_seqs=num_running, max_num_batched_tokens=max_batched)
-    return Scheduler(section, kv, max_model_len=16384, enable_prefix_caching=True, pipeline_depth=depth)
+    return Scheduler(section, kv, max_model_len=16384, enable_prefix_caching=True)
 
 
 def make_request(index: int, length: int) -> EngineCoreRequest:

@@ -41,13 +41,12 @@ class Driver:
         }
         self.kv_config = kv or make_kv(65)
         self.max_model_len = max_model_len
-        self.section = make_section(pipeline_depth=depth, **more)
+        self.section = make_section(**more)
         self.scheduler = Scheduler(
             self.section,
             self.kv_config,
             max_model_len=max_model_len,
             enable_prefix_caching=caching,
-            pipeline_depth=depth,
             **parts,
         )
         self.runner = FakeRunner(self.kv_config)
@@ -109,10 +108,7 @@ class Driver:
     def turn(self) -> bool:
         """One turn of the loop; ``False`` when nothing could be done."""
         launched = False
-        scheduler = self.scheduler
-        while len(self.in_flight) < self.depth and (scheduler.has_ready_work() or scheduler.has_pending_transfers):
-            if not self.launch():
-                break
+        while len(self.in_flight) < self.depth and self.launch():
             launched = True
         if self.in_flight:
             self.commit()

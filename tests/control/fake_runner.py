@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from headrace.control.kv_cache.events import KVEvent
 from headrace.messages.kv_cache import KVCacheConfig, KVCacheGroup, KVCacheKind, KVCacheSpec
 from headrace.messages.requests import EngineCoreRequest
 from headrace.messages.runner_output import ConnectorOutput, ModelRunnerOutput, PromptLogprobs, TokenLogprobs
@@ -180,3 +181,13 @@ class FakeRunner:
                 assert stored == (seen, tokens[seen]), (
                     f"{row.new.request_id}: token {position} reads foreign KV at {seen}"
                 )
+
+
+class EventLog:
+    """Keeps what happens to findable blocks."""
+
+    def __init__(self) -> None:
+        self.events: list[KVEvent] = []
+
+    def emit(self, event: KVEvent) -> None:
+        self.events.append(event)

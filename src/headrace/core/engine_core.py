@@ -120,7 +120,6 @@ class EngineCore:
             plan,
             max_model_len=config.max_model_len,
             enable_prefix_caching=config.cache.enable_prefix_caching,
-            pipeline_depth=depth,
             connector=connector,
             grammar=grammar,
             recorder=self._recorder,

@@ -121,7 +121,7 @@ class RecordingScheduler(Scheduler):
         self._num_requests = 0
         self._known: dict[str, Request] = {}
         self._committing = False
-        names = ("max_model_len", "enable_prefix_caching", "pipeline_depth", "num_draft_tokens")
+        names = ("max_model_len", "enable_prefix_caching", "num_draft_tokens")
         writer.write(
             {
                 "format": FORMAT,

@@ -106,7 +106,6 @@ class Replay:
             msgspec.convert(header["kv"], KVCacheConfig),
             max_model_len=header["max_model_len"],
             enable_prefix_caching=header["enable_prefix_caching"],
-            pipeline_depth=header["pipeline_depth"],
             connector=self._parts,
             grammar=self._parts,
             recorder=recorder,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -53,26 +52,3 @@ class NullEventSink:
 
     def emit(self, event: KVEvent) -> None:
         return None
-
-
-class EventBuffer:
-    """Keeps events until they are taken.
-
-    Args:
-        max_events: above this the oldest are dropped and counted in ``num_dropped``.
-    """
-
-    def __init__(self, max_events: int = 100_000) -> None:
-        self._events: deque[KVEvent] = deque(maxlen=max_events)
-        self.num_dropped = 0
-
-    def emit(self, event: KVEvent) -> None:
-        if len(self._events) == self._events.maxlen:
-            self.num_dropped += 1
-        self._events.append(event)
-
-    def take(self) -> list[KVEvent]:
-        """Return what came since the last call."""
-        events = list(self._events)
-        self._events.clear()
-        return events

@@ -43,7 +43,6 @@ class Scheduler:
         kv: the plan of KV blocks.
         max_model_len: most tokens of a request, prompt and output.
         enable_prefix_caching: whether equal prefixes share blocks.
-        pipeline_depth: most steps in flight.
         connector, grammar, recorder, events: parts that do nothing by default.
         num_draft_tokens: drafts per request that the drafter may propose.
     """
@@ -55,7 +54,6 @@ class Scheduler:
         *,
         max_model_len: int,
         enable_prefix_caching: bool,
-        pipeline_depth: int,
         connector: SchedulerConnector | None = None,
         grammar: Grammar | None = None,
         recorder: StepRecorder | None = None,
@@ -66,8 +64,6 @@ class Scheduler:
         self.kv = KVCacheManager(
             kv, max_model_len=max_model_len, enable_prefix_caching=enable_prefix_caching, events=events
         )
-        self._section = section
-        self._pipeline_depth = pipeline_depth
         max_batched = section.max_num_batched_tokens
         self._state = SchedulerState(
             section=section,
@@ -245,11 +241,6 @@ class Scheduler:
         return bool(state.leases) or any(r.deadline is not None for r in state.holding)
 
     @property
-    def num_in_flight(self) -> int:
-        """Steps handed out and not committed."""
-        return len(self._state.in_flight)
-
-    @property
     def num_running(self) -> int:
         """Requests that own a row."""
         return len(self._state.running)
@@ -264,22 +255,6 @@ class Scheduler:
         """Tokens that waiting requests have yet to compute."""
         state = self._state
         return sum(r.num_tokens - r.num_computed_tokens for q in (state.waiting, state.holding) for r in q)
-
-    def has_ready_work(self) -> bool:
-        """Whether `schedule` may find something to run now, given what is in flight."""
-        state = self._state
-        if len(state.in_flight) >= self._pipeline_depth:
-            return False
-        if any(r.num_to_compute() > 0 and not r.num_draft_placeholders for r in state.running):
-            return True
-        return any(self._may_be_admitted(r) for q in (state.holding, state.waiting) for r in q)
-
-    def _may_be_admitted(self, request: Request) -> bool:
-        if request.num_in_flight or request.status is RequestStatus.WAITING_FOR_REMOTE_KVS:
-            return False
-        if request.status is RequestStatus.WAITING_FOR_GRAMMAR:
-            return self._state.grammar.is_ready(request.request_id)
-        return self.num_running < self._section.max_num_seqs
 
     def make_stats(self) -> SchedulerStats:
         """Live state and totals, read when asked."""
