@@ -60,17 +60,14 @@ std::shared_ptr<Weight> pack(Team& team, const std::vector<std::tuple<std::strin
     require(!gated || (parts.size() == 2 && std::get<1>(parts[0]).shape(0) == std::get<1>(parts[1]).shape(0)),
             "a gated weight has two parts of equal shape");
     for (const auto& [format, data] : parts) {
-        require(is_packable(format), "weights of format " + format + " have no packed form");
-        const bool quantized = format[0] == 'Q';
-        require(!quantized || in_features % kGroup == 0, "quantised rows must be whole groups of 32");
-        const size_t bytes = format == "F32"    ? size_t(in_features) * 4
-                             : !quantized       ? size_t(in_features) * 2
-                             : format == "Q8_0" ? size_t(in_features) / 32 * 34
-                             : format == "Q4_1" ? size_t(in_features) / 32 * 20
-                                                : size_t(in_features) / 32 * 18;
+        const FileFormat* known = find_file_format(format);
+        require(known, "weights of format " + format + " have no packed form");
+        const int whole = std::max(known->values, known->read ? kGroup : 1);
+        require(in_features % whole == 0, format + " rows must be whole groups of " + std::to_string(whole));
+        const size_t bytes = known->row_bytes(in_features);
         require(data.shape(1) == bytes, "a row of " + std::to_string(in_features) + " " + format + " values has " +
                                             std::to_string(bytes) + " bytes, not " + std::to_string(data.shape(1)));
-        sources.push_back({format, int(data.shape(0)), data.data(), bytes});
+        sources.push_back({known, int(data.shape(0)), data.data(), bytes});
     }
     nb::gil_scoped_release release;
     return pack_weight(team, sources, in_features, quantize, gated);
@@ -369,7 +366,7 @@ NB_MODULE(_native, m) {
         for (const Kernels* k : available_kernels()) names.emplace_back(k->name);
         return names;
     });
-    m.def("is_packable", &is_packable, nb::arg("format"));
+    m.def("is_packable", [](const std::string& format) { return find_file_format(format) != nullptr; }, nb::arg("format"));
     m.def("pack", &pack, nb::arg("team"), nb::arg("parts"), nb::arg("in_features"), nb::arg("quantize") = "",
           nb::arg("gated") = false);
     m.def("embedding", &make_embedding, array("ids"), nb::arg("table"), nb::arg("scale"), array("out"));

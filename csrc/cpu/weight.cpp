@@ -8,7 +8,6 @@
 #include <cmath>
 #include <cstring>
 #include <mutex>
-#include <stdexcept>
 
 namespace headrace {
 
@@ -44,107 +43,89 @@ std::pair<uint8_t*, std::shared_ptr<void>> allocate_weight(size_t bytes) {
     return {p, region};
 }
 
-float source_value(const std::string& format, const uint8_t* row, int k) {
+float source_value(Format format, const uint8_t* row, int k) {
     uint16_t h;
     float f;
-    if (format == "F32") {
+    if (format == Format::F32) {
         std::memcpy(&f, row + size_t(k) * 4, 4);
         return f;
     }
     std::memcpy(&h, row + size_t(k) * 2, 2);
-    if (format == "F16") return f16_to_float(h);
+    if (format == Format::F16) return f16_to_float(h);
     const uint32_t bits = uint32_t(h) << 16;
     std::memcpy(&f, &bits, 4);
     return f;
 }
 
-// One group of 32 in the form of the panels: integers, scale and minimum (float16 bits).
-struct Group {
-    int8_t q[kGroup];
-    uint16_t scale, minimum;
-};
-
-Group quantize_group(const std::string& format, const uint8_t* row, int k0, bool four_bits) {
+// A group of floats, rounded; scale and minimum are float16 numbers.
+void quantize_group(Format format, const uint8_t* row, int k0, bool four_bits, Group& g) {
     float x[kGroup], low = INFINITY, high = -INFINITY;
     for (int i = 0; i < kGroup; ++i) {
         x[i] = source_value(format, row, k0 + i);
         low = std::min(low, x[i]);
         high = std::max(high, x[i]);
     }
-    Group g{};
     const float step = four_bits ? (high - low) / 15.0f : std::max(high, -low) / 127.0f;
-    g.scale = float_to_f16(step);
-    g.minimum = four_bits ? float_to_f16(low) : 0;
-    const float d = f16_to_float(g.scale), m = f16_to_float(g.minimum);
+    const float d = g.scale[0] = f16_to_float(float_to_f16(step));
+    const float m = g.minimum = four_bits ? f16_to_float(float_to_f16(low)) : 0.0f;
     for (int i = 0; i < kGroup; ++i) {
         const float q = d > 0 ? std::nearbyint((x[i] - m) / d) : 0.0f;
         g.q[i] = int8_t(four_bits ? std::min(15.0f, std::max(0.0f, q)) : std::min(127.0f, std::max(-127.0f, q)));
     }
-    return g;
 }
 
-// GGUF blocks of 32: half d, [half m], then bytes, or nibbles with k 0..15 low and 16..31 high.
-Group file_group(const std::string& format, const uint8_t* row, int g) {
-    Group out{};
-    const bool eight = format == "Q8_0", minimum = format == "Q4_1";
-    const uint8_t* block = row + size_t(g) * (eight ? 34 : minimum ? 20 : 18);
-    std::memcpy(&out.scale, block, 2);
-    if (eight) {
-        std::memcpy(out.q, block + 2, kGroup);
-        return out;
+void place_scales(const float* values, int count, bool wide, int lane, uint8_t* scales) {
+    for (int i = 0; i < count; ++i) {
+        const uint16_t half = float_to_f16(values[i]);
+        if (wide) std::memcpy(scales + (kPanel * i + lane) * 4, values + i, 4);
+        else std::memcpy(scales + (kPanel * i + lane) * 2, &half, 2);
     }
-    if (minimum) std::memcpy(&out.minimum, block + 2, 2);
-    else out.minimum = float_to_f16(-8.0f * f16_to_float(out.scale));
-    const uint8_t* nibbles = block + (minimum ? 4 : 2);
-    for (int i = 0; i < 16; ++i) {
-        out.q[i] = nibbles[i] & 15;
-        out.q[16 + i] = nibbles[i] >> 4;
-    }
-    return out;
 }
 
-void place_group(Format format, const Group& group, int g, int lane, uint8_t* panel) {
-    uint8_t* bytes = panel + size_t(g) * group_stride(format, false);
+void place_group(Format format, bool wide, const Group& group, int g, int lane, uint8_t* panel) {
+    uint8_t* bytes = panel + size_t(g) * group_stride(format, wide);
     if (format == Format::I4) {
         for (int i = 0; i < 16; ++i)
             bytes[(i / 4) * 64 + lane * 4 + i % 4] = uint8_t(group.q[i] | group.q[16 + i] << 4);
     } else {
         for (int i = 0; i < kGroup; i += 4) std::memcpy(bytes + i * 16 + lane * 4, group.q + i, 4);
     }
-    uint8_t* scales = bytes + group_bytes(format);
-    std::memcpy(scales + lane * 2, &group.scale, 2);
-    if (format == Format::I4) std::memcpy(scales + 32 + lane * 2, &group.minimum, 2);
+    const float scales[2] = {group.scale[0], format == Format::I8G16 ? group.scale[1] : group.minimum};
+    place_scales(scales, format == Format::I8 ? 1 : 2, wide, lane, bytes + group_bytes(format));
 }
 
 // Panels [first_panel, ...) of a segment from one source; `index` counts the source's panels.
 void pack_panel(const Segment& s, int first_panel, const SourceTensor& source, int k, int index) {
-    const bool quantize = !is_float(s.format) && source.format[0] != 'Q', four_bits = s.format == Format::I4;
+    const FileFormat& file = *source.format;
     uint8_t* panel = s.panel(first_panel + index);
     for (int lane = 0; lane < kPanel && index * kPanel + lane < source.rows; ++lane) {
         const uint8_t* row = source.data + size_t(index * kPanel + lane) * source.row_bytes;
         if (is_float(s.format)) {
-            const size_t size = s.format == Format::F32 ? 4 : 2;
+            const size_t size = size_t(file.bytes);
             for (int i = 0; i < k; ++i) std::memcpy(panel + (size_t(i) * kPanel + lane) * size, row + i * size, size);
             continue;
         }
         for (int g = 0; g < k / kGroup; ++g) {
-            const Group group = quantize ? quantize_group(source.format, row, g * kGroup, four_bits)
-                                         : file_group(source.format, row, g);
-            place_group(s.format, group, g, lane, panel);
+            Group group{};
+            if (file.read) file.read_group(row, g, group);
+            else quantize_group(file.packed, row, g * kGroup, s.format == Format::I4, group);
+            place_group(s.format, s.wide_scales, group, g, lane, panel);
         }
     }
 }
 
-Format packed_format(const std::string& source, int k, const std::string& quantize) {
-    const bool whole_groups = k % kGroup == 0;
-    if (source == "F32" || source == "F16" || source == "BF16") {
-        if (quantize == "int8" && whole_groups) return Format::I8;
-        if (quantize == "int4" && whole_groups) return Format::I4;
-        return source == "F32" ? Format::F32 : source == "F16" ? Format::F16 : Format::BF16;
+struct PackedForm {
+    Format format;
+    bool wide_scales;
+    bool operator==(const PackedForm&) const = default;
+};
+
+PackedForm packed_form(const SourceTensor& source, int k, const std::string& quantize) {
+    if (!source.format->read && k % kGroup == 0) {
+        if (quantize == "int8") return {Format::I8, false};
+        if (quantize == "int4") return {Format::I4, false};
     }
-    if (source == "Q8_0") return Format::I8;
-    if (source == "Q4_0" || source == "Q4_1") return Format::I4;
-    throw std::invalid_argument("weights of format " + source + " have no packed form");
+    return {source.format->packed, source.format->wide_scales};
 }
 
 const char* format_name(Format f) {
@@ -161,12 +142,6 @@ const char* format_name(Format f) {
 
 }  // namespace
 
-bool is_packable(const std::string& format) {
-    for (const char* known : {"F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1"})
-        if (format == known) return true;
-    return false;
-}
-
 bool Weight::quantized() const {
     for (const auto& s : segments)
         if (is_float(s.format)) return false;
@@ -177,7 +152,7 @@ std::string Weight::format() const {
     std::string name;
     for (const auto& s : segments)
         if (name.find(format_name(s.format)) == std::string::npos)
-            name += (name.empty() ? "" : "+") + std::string(format_name(s.format));
+            name.append(name.empty() ? "" : "+").append(format_name(s.format));
     return name;
 }
 
@@ -187,21 +162,23 @@ std::shared_ptr<Weight> pack_weight(Team& team, const std::vector<SourceTensor>&
     weight->in_features = in_features;
     for (size_t first = 0, next = 0; first < parts.size(); first = next) {
         Segment s{};
-        s.format = packed_format(parts[first].format, in_features, quantize);
+        const PackedForm form = packed_form(parts[first], in_features, quantize);
+        s.format = form.format;
+        s.wide_scales = form.wide_scales;
         s.first_row = weight->out_features;
         s.stride = panel_bytes(s.format, s.wide_scales, in_features);
         do {
             s.rows += parts[next++].rows;
         } while (!gated && next < parts.size() && s.rows % kPanel == 0 &&
-                 packed_format(parts[next].format, in_features, quantize) == s.format);
+                 packed_form(parts[next], in_features, quantize) == form);
         s.panels = (s.rows + kPanel - 1) / kPanel;
         s.pair_stride = 2 * s.stride;
-        if (gated && first == 1 && weight->segments[0].format == s.format) {
+        if (gated && first == 1 && packed_form(parts[0], in_features, quantize) == form) {
             s.pair_stride = weight->segments[0].pair_stride;
             s.data = weight->segments[0].data + 2 * s.stride;
         } else {
             // Room for the other half too, if it has the same format.
-            const bool both = gated && first == 0 && packed_format(parts[1].format, in_features, quantize) == s.format;
+            const bool both = gated && first == 0 && packed_form(parts[1], in_features, quantize) == form;
             const size_t pairs = size_t(s.panels + 1) / 2;
             s.pair_stride *= both ? 2 : 1;
             auto [data, owner] = allocate_weight(s.pair_stride * pairs);

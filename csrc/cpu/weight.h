@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "kernels/table.h"
+#include "file_formats.h"
 #include "team.h"
 
 namespace headrace {
@@ -28,7 +28,7 @@ struct Segment {
 
 // One tensor as it lies in a file.
 struct SourceTensor {
-    std::string format;  // F32, F16, BF16, Q8_0, Q4_0, Q4_1
+    const FileFormat* format;
     int rows;
     const uint8_t* data;
     size_t row_bytes;
@@ -51,12 +51,8 @@ private:
 };
 
 // Packs `parts`, joined by rows, in parallel. `quantize` is "", "int8" or "int4" and applies to float parts. Neighbours of one
-// format become one segment unless `gated`: then there are two parts of equal
-// shape. Throws std::invalid_argument for an unknown format.
+// form become one segment unless `gated`: then there are two parts of equal shape.
 std::shared_ptr<Weight> pack_weight(Team& team, const std::vector<SourceTensor>& parts, int in_features,
                                     const std::string& quantize, bool gated);
-
-// Whether `pack_weight` takes this file format.
-bool is_packable(const std::string& format);
 
 }  // namespace headrace

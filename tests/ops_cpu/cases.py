@@ -12,8 +12,25 @@ from headrace.device.quantization.formats import FORMATS
 from headrace.device.quantization.raw_tensor import RawTensor, make_raw_float
 
 FLOAT_FORMATS = ("F32", "F16", "BF16")
-QUANTIZED_FORMATS = ("Q8_0", "Q4_0", "Q4_1")
-_NUM_HALVES = {"Q8_0": 1, "Q4_0": 1, "Q4_1": 2}
+BLOCK_FORMATS = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1")
+K_FORMATS = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
+QUANTIZED_FORMATS = BLOCK_FORMATS + K_FORMATS
+# Where a block keeps its float16 scales.
+_HALVES = {
+    "Q4_1": (0, 2),
+    "Q5_1": (0, 2),
+    "Q2_K": (80, 82),
+    "Q3_K": (108,),
+    "Q4_K": (0, 2),
+    "Q5_K": (0, 2),
+    "Q6_K": (208,),
+}
+
+
+def whole_blocks(format_name: str, cols: int) -> int:
+    """The least width from ``cols`` on that the format can have."""
+    block = FORMATS[format_name].block
+    return -(-cols // block) * block
 
 
 def make_raw(format_name: str, rows: int, cols: int, rng: np.random.Generator) -> RawTensor:
@@ -28,8 +45,9 @@ def make_raw(format_name: str, rows: int, cols: int, rng: np.random.Generator) -
         halves = (values.view(np.uint32) >> 16).astype(np.uint16)
         return RawTensor("w", (rows, cols), form, halves.view(np.uint8))
     blocks = rng.integers(0, 256, (rows, cols // form.block, form.block_bytes)).astype(np.uint8)
-    halves = (rng.standard_normal((rows, cols // form.block, _NUM_HALVES[format_name])) * 0.05).astype(np.float16)
-    blocks[:, :, : halves.shape[2] * 2] = halves.view(np.uint8)
+    for at in _HALVES.get(format_name, (0,)):
+        halves = (rng.standard_normal((rows, cols // form.block, 1)) * 0.05).astype(np.float16)
+        blocks[:, :, at : at + 2] = halves.view(np.uint8)
     return RawTensor("w", (rows, cols), form, blocks.reshape(rows, -1))
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from headrace.device.ops.reference.ops import ReferenceOps
-from tests.ops_cpu.cases import FLOAT_FORMATS, QUANTIZED_FORMATS, make_raw, make_rows
+from tests.ops_cpu.cases import FLOAT_FORMATS, QUANTIZED_FORMATS, make_raw, make_rows, whole_blocks
 from tests.ops_cpu.conftest import all_teams, make_ops
 
 ALL_FORMATS = FLOAT_FORMATS + QUANTIZED_FORMATS
@@ -20,21 +20,22 @@ MAX_ROWS = 130
 @pytest.mark.parametrize("format_name", ALL_FORMATS)
 @pytest.mark.parametrize(("outputs", "width"), [(192, 576), (100, 96), (7, 32), (33, 1536)])
 def test_close_to_the_oracle(format_name, activations, outputs, width, reference: ReferenceOps) -> None:
-    rng = np.random.default_rng(outputs)
+    rng, width = np.random.default_rng(outputs), whole_blocks(format_name, width)
     raw, x = make_raw(format_name, outputs, width, rng), make_rows(37, width, rng)
     bias = torch.from_numpy(rng.standard_normal(outputs).astype(np.float32))
     ops = make_ops(2, activations)
     got = ops.linear(x, ops.pack_weight([raw], "linear"), bias)
     want = reference.linear(x, reference.pack_weight([raw], "linear"), bias)
-    exact = activations == "exact" or format_name in FLOAT_FORMATS
+    # The values of Q2_K are rounded when they are packed.
+    exact = format_name in FLOAT_FORMATS or (activations == "exact" and format_name != "Q2_K")
     assert (got - want).abs().max() <= (3e-6 if exact else 2e-2) * want.abs().max()
 
 
 @pytest.mark.parametrize("activations", ["exact", "int8"])
 @pytest.mark.parametrize("format_name", ALL_FORMATS)
 def test_teams_agree_bit_for_bit(format_name, activations) -> None:
-    rng = np.random.default_rng(1)
-    raw, x = make_raw(format_name, 83, 160, rng), make_rows(45, 160, rng)
+    rng, width = np.random.default_rng(1), whole_blocks(format_name, 160)
+    raw, x = make_raw(format_name, 83, width, rng), make_rows(45, width, rng)
     results = [ops.linear(x, ops.pack_weight([raw], "linear")).clone() for ops in all_teams(activations)]
     for result in results[1:]:
         assert torch.equal(result, results[0])
@@ -42,10 +43,10 @@ def test_teams_agree_bit_for_bit(format_name, activations) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("activations", ["exact", "int8"])
-@pytest.mark.parametrize("format_name", ["F32", "Q8_0", "Q4_1"])
+@pytest.mark.parametrize("format_name", ["F32", "Q8_0", "Q4_1", "Q5_1", "Q4_K", "Q6_K"])
 def test_a_row_is_the_same_in_every_batch_and_place(format_name, activations) -> None:
-    rng = np.random.default_rng(2)
-    raw, x = make_raw(format_name, 48, 96, rng), make_rows(MAX_ROWS, 96, rng)
+    rng, width = np.random.default_rng(2), whole_blocks(format_name, 96)
+    raw, x = make_raw(format_name, 48, width, rng), make_rows(MAX_ROWS, width, rng)
     for ops in all_teams(activations):
         if ops.isa == "generic" and ops.team.num_threads == 1:
             continue
@@ -88,13 +89,33 @@ def test_joined_parts_of_several_formats(reference: ReferenceOps) -> None:
     assert torch.equal(ops.embedding(ids, weight), reference.embedding(ids, reference.pack_weight(raws, "linear")))
 
 
-@pytest.mark.parametrize("format_name", ALL_FORMATS)
+@pytest.mark.parametrize("format_name", [name for name in ALL_FORMATS if name != "Q2_K"])
 def test_embedding_rows_are_exact(format_name, reference: ReferenceOps) -> None:
-    raw = make_raw(format_name, 50, 96, np.random.default_rng(5))
+    raw = make_raw(format_name, 50, whole_blocks(format_name, 96), np.random.default_rng(5))
     ids = torch.tensor([0, 49, 17, 17, 31], dtype=torch.int32)
     want = reference.embedding(ids, reference.pack_weight([raw], "head"), 3.0)
     for ops in all_teams():
         assert torch.equal(ops.embedding(ids, ops.pack_weight([raw], "head"), 3.0), want)
+
+
+def test_q2_k_is_rounded_to_int8_per_group(reference: ReferenceOps) -> None:
+    raw, ids = make_raw("Q2_K", 20, 512, np.random.default_rng(11)), torch.arange(20, dtype=torch.int32)
+    ops = make_ops()
+    weight = ops.pack_weight([raw], "head")
+    assert weight.format == "int8_g16"
+    groups = reference.embedding(ids, reference.pack_weight([raw], "head"), 1.0).reshape(20, -1, 16)
+    error = (ops.embedding(ids, weight, 1.0).reshape(20, -1, 16) - groups).abs()
+    assert (error <= groups.abs().amax(dim=2, keepdim=True) * (0.5001 / 127)).all()
+
+
+@pytest.mark.parametrize("gate", ["Q4_K", "Q6_K"])
+def test_gated_halves_of_several_formats(gate, reference: ReferenceOps) -> None:
+    rng = np.random.default_rng(12)
+    raws, x = [make_raw(name, 64, 256, rng) for name in (gate, "Q4_K")], make_rows(9, 256, rng)
+    want = reference.gated_linear(x, reference.pack_weight(raws, "gate_up"), "silu")
+    results = [ops.gated_linear(x, ops.pack_weight(raws, "gate_up"), "silu").clone() for ops in all_teams("exact")]
+    assert all(torch.equal(result, results[0]) for result in results)
+    assert (results[0] - want).abs().max() <= 5e-6 * want.abs().max()
 
 
 def test_logits_with_a_soft_cap(reference: ReferenceOps) -> None:

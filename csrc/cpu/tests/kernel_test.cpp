@@ -46,19 +46,20 @@ struct Random {
 struct Source {
     std::vector<uint8_t> data;
     SourceTensor tensor;
-    Source(const std::string& format, int rows, int k, Random& random) {
-        const size_t block = format == "Q8_0" ? 34 : format == "Q4_1" ? 20 : format == "Q4_0" ? 18 : 0;
-        const size_t row_bytes = block ? size_t(k) / 32 * block : size_t(k) * (format == "F32" ? 4 : 2);
+    Source(const std::string& name, int rows, int k, Random& random) {
+        const FileFormat* format = find_file_format(name);
+        const size_t row_bytes = format->row_bytes(k), block = size_t(format->bytes);
         data = random.bytes(row_bytes * size_t(rows));
-        if (format == "F32") {
+        if (name == "F32") {
             const auto values = random.floats(size_t(rows) * size_t(k));
             std::memcpy(data.data(), values.data(), data.size());
-        } else if (!block) {
-            // Any exponent but the largest ones, of float16 and bfloat16 alike.
-            for (size_t i = 1; i < data.size(); i += 2) data[i] = uint8_t((data[i] & 0x83) | 0x38);
         }
-        for (size_t at = 0; block && at < data.size(); at += block)
-            for (size_t i = 1; i < (format == "Q4_1" ? 4u : 2u); i += 2) data[at + i] = uint8_t((data[at + i] & 0x83) | 0x24);
+        // Any exponent but the largest ones: of float16 and bfloat16 alike, and of the float16 scales of blocks.
+        const size_t first = name == "Q2_K" ? 80 : name == "Q3_K" ? 108 : name == "Q6_K" ? 208 : 0;
+        const size_t halves = format->packed == Format::I8 || name == "Q4_0" || first > 80 ? 1 : 2;
+        const int low = format->read ? 0x24 : 0x38;
+        for (size_t at = first; name != "F32" && at < data.size(); at += block)
+            for (size_t i = 1; i < 2 * (format->read ? halves : 1); i += 2) data[at + i] = uint8_t((data[at + i] & 0x83) | low);
         tensor = {format, rows, data.data(), row_bytes};
     }
 };
@@ -67,7 +68,7 @@ const Sizes kSizes{41, 7, 5};
 
 // A layer's worth of ops over one team, with every input drawn from one seed.
 struct Layer {
-    static constexpr int width = 96, inner = 160, heads = 6, kv_heads = 2, dim = 16, max_blocks = 12;
+    static constexpr int width = 256, inner = 160, heads = 6, kv_heads = 2, dim = 16, max_blocks = 12;
     int block_size;
     std::vector<int32_t> ids, positions, starts, lens, table, rows;
     std::vector<int64_t> slots;
@@ -81,7 +82,8 @@ struct Layer {
         make_step(random);
         const auto pack = [&](int n, int k, bool twice = false) {
             std::vector<Source> sources;
-            for (int i = 0; i < (twice ? 2 : 1); ++i) sources.emplace_back(format, n, k, random);
+            const std::string fitting = k % find_file_format(format)->values ? "Q8_0" : format;
+            for (int i = 0; i < (twice ? 2 : 1); ++i) sources.emplace_back(fitting, n, k, random);
             std::vector<SourceTensor> parts;
             for (const auto& source : sources) parts.push_back(source.tensor);
             return pack_weight(team, parts, k, "", twice);
@@ -191,7 +193,11 @@ void test_layers() {
     };
     for (const Case& c : {Case{"Q4_1", KvType::F16, 32, false}, Case{"Q8_0", KvType::I8, 16, false},
                           Case{"Q4_0", KvType::F32, 8, true}, Case{"F32", KvType::F32, 16, true},
-                          Case{"BF16", KvType::F16, 64, true}, Case{"F16", KvType::I8, 20, true}}) {
+                          Case{"BF16", KvType::F16, 64, true}, Case{"F16", KvType::I8, 20, true},
+                          Case{"Q5_0", KvType::F16, 32, true}, Case{"Q5_1", KvType::F16, 32, false},
+                          Case{"Q2_K", KvType::F16, 32, false}, Case{"Q3_K", KvType::F16, 32, true},
+                          Case{"Q4_K", KvType::F16, 32, false}, Case{"Q5_K", KvType::F16, 32, true},
+                          Case{"Q6_K", KvType::F16, 32, false}}) {
         Team plain(1, find_kernels("generic"));
         Layer want(plain, c.format, c.kv, c.block, c.exact, 7);
         want.run_eager(plain);
