@@ -128,3 +128,46 @@ async def _steps(service: Any) -> None:
     while not service.core.num_running:
         await asyncio.sleep(0.001)
     service.core.step()
+
+
+async def test_a_head_without_an_end(start_service: StartService) -> None:
+    service = await start_service()
+    host, port = service.url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\nX-Long: ")
+
+    async def flood() -> None:
+        for _ in range(1000):
+            writer.write(b"x" * (64 << 10))
+            await writer.drain()
+            await asyncio.sleep(0)
+        await reader.readexactly(1)
+
+    async with asyncio.timeout(10):
+        with pytest.raises((ConnectionError, EOFError)):
+            await flood()
+    writer.close()
+    assert (await service.complete()).status_code == 200
+
+
+@pytest.mark.parametrize("begun", [b"", b"GET /health HT"])
+async def test_a_head_that_stops_coming(
+    start_service: StartService, monkeypatch: pytest.MonkeyPatch, begun: bytes
+) -> None:
+    import headrace.entrypoints.openai.http_protocol as protocol
+
+    monkeypatch.setattr(protocol, "HEAD_TIMEOUT_S", 0.1)
+    service = await start_service()
+    host, port = service.url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(begun)
+    async with asyncio.timeout(5):
+        assert await reader.read() == b""
+    writer.close()
+
+
+async def test_heads_one_after_another_are_counted_alone(start_service: StartService) -> None:
+    service = await start_service()
+    for _ in range(8):
+        reply = await service.http.get("/health", headers={"X-Pad": "x" * 20_000})
+        assert reply.status_code == 200

@@ -317,6 +317,8 @@ def make_http_server(app: ASGIApp, options: ServerOptions) -> uvicorn.Server:
     """A uvicorn server that leaves signals to `_Signals`."""
     import uvicorn
 
+    from headrace.entrypoints.openai.http_protocol import BoundedProtocol
+
     class Server(uvicorn.Server):
         @contextmanager
         def capture_signals(self) -> Iterator[None]:
@@ -330,7 +332,7 @@ def make_http_server(app: ASGIApp, options: ServerOptions) -> uvicorn.Server:
         theirs.propagate = False
     settings = uvicorn.Config(
         app,
-        http="httptools",
+        http=BoundedProtocol,
         ws="none",
         lifespan="off",
         log_config=None,
