@@ -30,5 +30,8 @@ def test_the_timeline_covers_the_time_to_ready(smollm2_gguf: Path) -> None:
     phases = {name: int(ms) for name, ms in _PHASE.findall(outer)}
     assert list(phases) == ["setup", "engine", "listen"]
     assert sum(phases.values()) >= 0.95 * whole_ms - 50
-    engine = {name: int(ms) for name, ms in _PHASE.findall(inner)}
-    assert sum(engine.values()) >= 0.8 * phases["engine"], told
+    inner, _, beside = inner.partition("; ")
+    core_ms = sum(int(ms) for _, ms in _PHASE.findall(inner))
+    ((_, front_end_ms),) = _PHASE.findall(beside)
+    # Two processes start side by side; the later one decides.
+    assert max(core_ms, int(front_end_ms)) >= 0.9 * phases["engine"] - 50, told

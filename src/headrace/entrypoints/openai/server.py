@@ -109,7 +109,7 @@ async def _serve(
     config: EngineConfig, options: ServerOptions, listener: socket.socket, client: EngineCoreClient, start_up: StartUp
 ) -> int:
     signals = _Signals()
-    starting = asyncio.ensure_future(_start(config, options, client))
+    starting = asyncio.ensure_future(_start(config, options, client, start_up))
     try:
         # A signal while the model loads stops at once.
         stop = asyncio.ensure_future(signals.first.wait())
@@ -128,7 +128,9 @@ async def _serve(
         await client.shutdown()
 
 
-async def _start(config: EngineConfig, options: ServerOptions, client: EngineCoreClient) -> ServerContext:
+async def _start(
+    config: EngineConfig, options: ServerOptions, client: EngineCoreClient, start_up: StartUp
+) -> ServerContext:
     """Wait for the core while importing and building everything else."""
     from headrace.entrypoints.async_engine import make_async_llm
     from headrace.entrypoints.openai.context import ServerContext
@@ -142,6 +144,7 @@ async def _start(config: EngineConfig, options: ServerOptions, client: EngineCor
         # Once the core has its message: everything that the first request needs.
         await asyncio.sleep(0)
         await asyncio.to_thread(_import_http)
+        start_up.front_end_is_ready()
         ready = await starting
     finally:
         starting.cancel()
@@ -167,11 +170,16 @@ class StartUp:
         self._started = started
         self.phases_ms = {"setup": setup_ms}
         self._engine_ms: dict[str, float] = {}
+        self._front_end_ms = 0.0
 
     @property
     def seconds(self) -> float:
         """Since the process was made."""
         return time.monotonic() - self._started
+
+    def front_end_is_ready(self) -> None:
+        """Tokenizer and HTTP are there; they were made while the core started."""
+        self._front_end_ms = 1e3 * self.seconds - self.phases_ms["setup"]
 
     def engine_is_ready(self, phases_ms: dict[str, float]) -> None:
         """The core can serve; it took these phases, which the time since ``setup`` contains."""
@@ -185,7 +193,8 @@ class StartUp:
     def __str__(self) -> str:
         parts = [f"{name} {ms:.0f}" for name, ms in self.phases_ms.items()]
         inner = ", ".join(f"{name} {ms:.0f}" for name, ms in self._engine_ms.items())
-        return f"start-up in ms: {', '.join(parts)}; inside engine: {inner or 'not told'}"
+        beside = f"front end {self._front_end_ms:.0f} beside it"
+        return f"start-up in ms: {', '.join(parts)}; inside engine: {inner or 'not told'}; {beside}"
 
 
 class _Signals:
