@@ -41,7 +41,6 @@ class RequestLimits:
     kv_cache_tokens: int
     max_logprobs: int = 20
     has_priority: bool = False
-    has_lora: bool = False
     most: LimitsSection = field(default_factory=LimitsSection)
 
     @staticmethod

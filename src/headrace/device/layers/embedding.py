@@ -1,4 +1,8 @@
-"""Token embedding and head. Tied ones are one packed matrix. Every rank holds them whole."""
+"""Token embedding and head. Tied ones are one packed matrix.
+
+Every tensor-parallel rank holds them whole and computes all logits: all ranks sample the same tokens without a word to
+each other, at the price of the memory of one matrix a rank.
+"""
 
 from __future__ import annotations
 
