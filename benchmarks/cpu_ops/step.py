@@ -44,7 +44,10 @@ class Bench:
         self.slots = torch.zeros(self.max_tokens, dtype=torch.int64)
         blocks = 1 + torch.randperm(self.max_reqs * self.max_blocks, dtype=torch.int32)
         self.table = blocks.reshape(self.max_reqs, self.max_blocks).contiguous()
-        self.runner = PlanRunner(self.model, ops, self.max_tokens, self.max_reqs)
+        self.runner = PlanRunner(self.model, ops)
+        sizes = (self.max_tokens, self.max_reqs, self.max_tokens, self.max_tokens)
+        meta = AttentionMetadata(*sizes, self.start, self.lens, self.table, self.slots)
+        self.runner.capture(self.ids, ForwardContext(self.positions, [meta], [0] * len(specs), self.caches))
 
     def prepare(self, reqs: int, queries: int, length: int) -> ForwardContext:
         """Fill the inputs for ``reqs`` requests of ``length`` tokens, ``queries`` of them new."""

@@ -12,7 +12,7 @@ from headrace.base.progress import ProgressWord
 from headrace.device.attention.metadata import AttentionMetadata, ForwardContext, LayerCache
 from headrace.device.ops.cpu.ops import NativeOps
 from headrace.device.ops.cpu.plan_runner import PlanRunner
-from headrace.device.runner.graphs import Dispatch, ForwardModel, GraphMode
+from headrace.device.runner.graphs import BatchDescriptor, Dispatch, ForwardModel, GraphMode, dispatch
 from tests.ops_cpu.cases import Shape, make_raw
 from tests.ops_cpu.conftest import make_ops
 
@@ -86,6 +86,12 @@ class Steps:
             for _ in range(LAYERS)
         ]
 
+    def whole(self, caches: list[LayerCache]) -> tuple[torch.Tensor, ForwardContext]:
+        """All of the buffers over ``caches``."""
+        tables = (self.starts, self.lens, self.table, self.slots)
+        meta = AttentionMetadata(MAX_TOKENS, MAX_REQS, MAX_TOKENS, MAX_TOKENS, *tables)
+        return self.ids, ForwardContext(self.positions, [meta], [0] * LAYERS, caches, self.progress)
+
     def fill(self, caches: list[LayerCache]) -> tuple[torch.Tensor, ForwardContext]:
         """A random step over ``caches``."""
         reqs = int(self.rng.integers(1, MAX_REQS + 1))
@@ -117,8 +123,10 @@ def _full(tokens: int) -> Dispatch:
     return Dispatch(GraphMode.FULL, "test", tokens)
 
 
-def _runner(model: ForwardModel, ops: NativeOps) -> PlanRunner:
-    return PlanRunner(model, ops, MAX_TOKENS, MAX_REQS)
+def _runner(model: ForwardModel, ops: NativeOps, steps: Steps, caches: list[LayerCache]) -> PlanRunner:
+    runner = PlanRunner(model, ops)
+    runner.capture(*steps.whole(caches))
+    return runner
 
 
 @pytest.mark.parametrize("activations", ["exact", "int8"])
@@ -127,7 +135,7 @@ def test_replay_equals_eager(activations, threads) -> None:
     ops = make_ops(threads, activations)
     model, steps = TinyModel(ops), Steps()
     eager_caches, plan_caches = steps.caches(), steps.caches()
-    runner = _runner(model, ops)
+    runner = _runner(model, ops, steps, plan_caches)
     for _ in range(30):
         ids, ctx = steps.fill(eager_caches)
         want = model.forward(ids, ctx).clone()
@@ -145,7 +153,7 @@ def test_teams_of_any_size_replay_the_same_bits() -> None:
     for threads in (1, 2, 3):
         ops, steps = make_ops(threads), Steps(3)
         caches = steps.caches()
-        runner = _runner(TinyModel(ops), ops)
+        runner = _runner(TinyModel(ops), ops, steps, caches)
         results.append([])
         for _ in range(5):
             ids, ctx = steps.fill(caches)
@@ -156,9 +164,9 @@ def test_teams_of_any_size_replay_the_same_bits() -> None:
 
 def test_progress_moves_with_every_op() -> None:
     ops, steps = make_ops(), Steps()
-    runner = _runner(TinyModel(ops), ops)
-    ids, ctx = steps.fill(steps.caches())
-    runner.run(_full(len(ids)), ids, ctx, None)
+    caches = steps.caches()
+    runner = _runner(TinyModel(ops), ops, steps, caches)
+    ids, ctx = steps.fill(caches)
     before = steps.progress.read()
     runner.run(_full(len(ids)), ids, ctx, None)
     assert steps.progress.read() - before == len(runner.op_names)
@@ -172,9 +180,12 @@ def test_a_foreign_computation_refuses_the_plan_by_name() -> None:
 
     ops, steps = make_ops(), Steps()
     model = Foreign(ops)
-    runner = _runner(model, ops)
-    ids, ctx = steps.fill(steps.caches())
-    got = runner.run(_full(len(ids)), ids, ctx, None).clone()
+    caches = steps.caches()
+    runner = _runner(model, ops, steps, caches)
+    ids, ctx = steps.fill(caches)
+    choice = dispatch(BatchDescriptor(len(ids), ctx.groups[0].num_reqs), runner.captured)
+    got = runner.run(choice, ids, ctx, None).clone()
+    assert choice.mode is GraphMode.EAGER
     assert runner.captured.graphs == ()
     assert "aten::mul" in runner.captured.why_none
     assert torch.equal(got, model.forward(ids, ctx))
@@ -182,8 +193,8 @@ def test_a_foreign_computation_refuses_the_plan_by_name() -> None:
 
 def test_steps_that_do_not_fit_are_errors() -> None:
     ops, steps = make_ops(), Steps()
-    runner = _runner(TinyModel(ops), ops)
     caches = steps.caches()
+    runner = _runner(TinyModel(ops), ops, steps, caches)
     ids, ctx = steps.fill(caches)
     want = runner.run(_full(len(ids)), ids, ctx, None).clone()
     before = [cache.key.clone() for cache in caches]

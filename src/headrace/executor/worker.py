@@ -96,7 +96,7 @@ class Worker:
         )
 
     def initialize_kv_cache(self, plan: KVCacheConfig) -> None:
-        """Allocate blocks, rows and buffers."""
+        """Allocate blocks, rows and buffers, and capture what steps will replay."""
         loaded, config = self._loaded, self._config
         assert loaded is not None, "load comes first"
         self._plan = plan
@@ -115,6 +115,14 @@ class Worker:
             self._clock,
             self._progress,
         )
+        began = self._clock.monotonic()
+        with torch.inference_mode():
+            captured = self._runner.capture_graphs()
+        if captured.graphs:
+            modes = ", ".join(graph.mode.value for graph in captured.graphs)
+            logger.info("graphs: %s, captured in %.0f ms", modes, (self._clock.monotonic() - began) * 1e3)
+        else:
+            logger.info("graphs: EAGER (%s)", captured.why_none)
 
     @torch.inference_mode()
     def execute(self, step: SchedulerOutput) -> ModelRunnerOutput | None:
@@ -178,8 +186,7 @@ class Worker:
         from headrace.device.ops.cpu.plan_runner import PlanRunner
 
         assert isinstance(self._ops, NativeOps)
-        limits = config.scheduler
-        return PlanRunner(loaded.model, self._ops, limits.max_num_batched_tokens, limits.max_num_seqs)
+        return PlanRunner(loaded.model, self._ops)
 
     def _sleep(self, request: Sleep) -> None:
         self._runner = None

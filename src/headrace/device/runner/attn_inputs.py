@@ -30,3 +30,21 @@ def prepare_attn(
             )
         )
     return groups
+
+
+def whole_buffers(buffers: InputBuffers) -> list[AttentionMetadata]:
+    """The metadata of the largest step, for a capture: all of every buffer, whatever it holds."""
+    max_reqs = len(buffers.seq_lens.np)
+    return [
+        AttentionMetadata(
+            num_tokens=buffers.max_tokens,
+            num_reqs=max_reqs,
+            max_query_len=buffers.max_tokens,
+            max_seq_len=buffers.max_tokens,
+            query_start_loc=buffers.query_start_loc.torch,
+            seq_lens=buffers.seq_lens.torch,
+            block_table=blocks.torch,
+            slot_mapping=slots.torch,
+        )
+        for blocks, slots in zip(buffers.block_tables, buffers.slot_mappings, strict=True)
+    ]

@@ -122,6 +122,10 @@ class GraphRunner(Protocol):
 
     captured: CapturedGraphs
 
+    def capture(self, ids: torch.Tensor, ctx: ForwardContext) -> None:
+        """Record what can be replayed; called once, before the first step, with all of the persistent buffers."""
+        ...
+
     def run(
         self, choice: Dispatch, ids: torch.Tensor, ctx: ForwardContext, intermediate: IntermediateTensors | None
     ) -> torch.Tensor | IntermediateTensors:
@@ -135,6 +139,9 @@ class EagerRunner:
 
     model: ForwardModel
     captured: CapturedGraphs = field(default_factory=CapturedGraphs)
+
+    def capture(self, ids: torch.Tensor, ctx: ForwardContext) -> None:
+        pass
 
     def run(
         self, choice: Dispatch, ids: torch.Tensor, ctx: ForwardContext, intermediate: IntermediateTensors | None

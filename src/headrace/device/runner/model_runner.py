@@ -20,13 +20,13 @@ import torch
 
 from headrace.base.clock import Clock
 from headrace.base.progress import ProgressWord
-from headrace.device.attention.metadata import ForwardContext
+from headrace.device.attention.metadata import AttentionMetadata, ForwardContext
 from headrace.device.distributed.groups import IntermediateTensors
 from headrace.device.ops.interface import Ops
-from headrace.device.runner.attn_inputs import prepare_attn
+from headrace.device.runner.attn_inputs import prepare_attn, whole_buffers
 from headrace.device.runner.block_tables import BlockTables
 from headrace.device.runner.faults import FaultHook
-from headrace.device.runner.graphs import BatchDescriptor, Dispatch, ForwardModel, GraphRunner, dispatch
+from headrace.device.runner.graphs import BatchDescriptor, CapturedGraphs, Dispatch, ForwardModel, GraphRunner, dispatch
 from headrace.device.runner.hooks import RunnerHooks
 from headrace.device.runner.input_batch import InputBatch, InputBuffers, prepare_inputs
 from headrace.device.runner.kv_memory import KVMemory
@@ -103,6 +103,12 @@ class ModelRunner:
         self._sampler = Sampler(self.states.sampling, self.states.token_ids, self.states.num_prompt)
         self._state: ExecuteModelState | None = None
 
+    def capture_graphs(self) -> CapturedGraphs:
+        """Record what can be replayed, once, before the first step."""
+        ctx = self._make_context(self.buffers.max_tokens, whole_buffers(self.buffers))
+        self._graphs.capture(self.buffers.ids.torch, ctx)
+        return self._graphs.captured
+
     def execute_model(
         self, step: SchedulerOutput, intermediate: IntermediateTensors | None = None
     ) -> ModelRunnerOutput | IntermediateTensors | None:
@@ -125,7 +131,7 @@ class ModelRunner:
             return ModelRunnerOutput(request_ids=[], sampled_token_ids=[], connector=connector)
         batch = prepare_inputs(step, self.states, self.buffers)
         choice = self._dispatch(batch)
-        ctx = self._prepare_context(batch, choice)
+        ctx = self._make_context(choice.num_tokens, prepare_attn(batch, self.tables, self.buffers, choice.num_tokens))
         prepared = self._clock.monotonic()
         self._faults.raise_if_due("forward", batch.request_ids, batch.seq_lens)
         self._hooks.connector.before_forward(step.connector)
@@ -212,10 +218,10 @@ class ModelRunner:
         descriptor = BatchDescriptor(batch.num_tokens, batch.num_reqs, batch.uniform_query_len, has_lora)
         return dispatch(self._hooks.batch_sync.sync_batch(descriptor), self._graphs.captured)
 
-    def _prepare_context(self, batch: InputBatch, choice: Dispatch) -> ForwardContext:
+    def _make_context(self, num_tokens: int, groups: list[AttentionMetadata]) -> ForwardContext:
         return ForwardContext(
-            positions=self.buffers.positions.torch[: choice.num_tokens],
-            groups=prepare_attn(batch, self.tables, self.buffers, choice.num_tokens),
+            positions=self.buffers.positions.torch[:num_tokens],
+            groups=groups,
             layer_groups=self._memory.layer_groups,
             caches=self._memory.caches,
             progress=self._progress,
