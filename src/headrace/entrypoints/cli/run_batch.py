@@ -54,8 +54,12 @@ async def _run(args: argparse.Namespace) -> int:
         name = llm.config.model.served_model_name or llm.config.model.model
         context = ServerContext(llm, name, ServerOptions(), EngineMetrics(name, llm.config.max_model_len))
         with tqdm(total=total, unit="line", file=sys.stderr, disable=None) as bar:
+
+            def advance() -> None:
+                bar.update()
+
             window = 2 * llm.config.scheduler.max_num_seqs
-            tally = await BatchRun(context, args.input, args.output, window, lambda: bar.update() and None).run()
+            tally = await BatchRun(context, args.input, args.output, window, advance).run()
     print(f"{tally.num_lines} lines, {tally.num_failed} with errors: {args.output}", file=sys.stderr)
     return 1 if tally.num_failed else 0
 
