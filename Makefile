@@ -13,7 +13,7 @@ BOOTSTRAP = $(PYTHON) tools/bootstrap.py --torch-index "$(TORCH_INDEX)"
 PYTEST = $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help serve setup test test-long check format clean
+.PHONY: help serve setup native test test-long check format clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## (.*)/  make \1\t\2/' | expand -t 20
@@ -25,6 +25,11 @@ serve: ## Install what is needed, fetch the model, serve it
 
 setup: ## Install what is needed and stop
 	@$(BOOTSTRAP) serve
+
+native: ## Rebuild the CPU kernels into the source tree after a change in csrc
+	@$(BOOTSTRAP) test
+	@$(BIN)/cmake -S . -B build/native -DPython_EXECUTABLE="$(CURDIR)/$(BIN)/python" -DHEADRACE_INPLACE=ON
+	@$(BIN)/cmake --build build/native --parallel
 
 test: check ## Check format, lint, types, imports and sizes, then run the tests
 	@$(PYTEST) -m "not long"
