@@ -15,6 +15,7 @@
 #include <optional>
 #include <stdexcept>
 
+#include "draw.h"
 #include "features.h"
 #include "ops.h"
 #include "plan.h"
@@ -26,6 +27,7 @@ namespace {
 
 using Matrix = nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using Vector = nb::ndarray<float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Row = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Ints = nb::ndarray<int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Longs = nb::ndarray<int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Bytes = nb::ndarray<const uint8_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
@@ -389,4 +391,8 @@ NB_MODULE(_native, m) {
     m.def("moe", &make_moe, array("x"), nb::arg("router"), nb::arg("gate_up"), nb::arg("down"), nb::arg("top_k"),
           nb::arg("activation"), nb::arg("renormalize"), nb::arg("exact"), array("out"));
     m.def("arg_max", &make_arg_max, array("x"), array("out"));
+    m.def("draw_token", [](const Team& team, const Row& x, uint64_t seed, uint64_t position) {
+        require(x.shape(0) > 0, "a row without values");
+        return draw_token(team.kernels(), x.data(), int(x.shape(0)), seed, position);
+    }, nb::arg("team"), array("x"), nb::arg("seed"), nb::arg("position"));
 }

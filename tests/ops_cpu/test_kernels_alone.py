@@ -32,12 +32,14 @@ def _run(*command: str) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("sanitizers", ["address,undefined", "thread"])
 def test_kernels_under_sanitizers(sanitizers) -> None:
     _run(str(_build(sanitizers.replace(",", "-"), f"-DHEADRACE_SANITIZE={sanitizers}")))
 
 
 @pytest.mark.long
+@pytest.mark.timeout(3600)
 @pytest.mark.skipif(
     not (shutil.which(ARM_COMPILER) and shutil.which(ARM_EMULATOR)),
     reason=f"{ARM_COMPILER} or {ARM_EMULATOR} is missing",

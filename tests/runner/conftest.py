@@ -17,6 +17,7 @@ from headrace.device.attention.metadata import ForwardContext, LayerCache
 from headrace.device.runner.graphs import EagerRunner
 from headrace.device.runner.kv_memory import KVMemory
 from headrace.device.runner.model_runner import ModelRunner, RunnerLimits
+from headrace.device.sampling.draw import draw_token
 from headrace.messages.kv_cache import KVCacheConfig, KVCacheGroup, KVCacheSpec
 
 VOCAB = 97
@@ -71,7 +72,9 @@ class FakeModel:
 
 
 class FakeOps:
-    """The one operator that the runner itself calls."""
+    """The operators that the runner itself calls."""
+
+    draw_token = staticmethod(draw_token)
 
     def gather_rows(self, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         return x[rows.long()]

@@ -90,6 +90,39 @@ static int arg_max(const float* x, int n) {
     return 0;
 }
 
+HR_INLINE uint32_t mix32(uint32_t h) {
+    h = (h ^ (h >> 16)) * 0x85EBCA6B;
+    h = (h ^ (h >> 13)) * 0xC2B2AE35;
+    return h ^ (h >> 16);
+}
+
+// Plain loops over short blocks: the compiler makes vectors of them, and most blocks hold no contender. The noise is at most
+// -log(v), v = 1 - u, and v at least a power of two that the exponent of ~hash tells.
+static int find_contenders(const float* x, int n, uint32_t key_low, uint32_t key_high, float least, Contender* out) {
+    constexpr int block = 32;
+    uint32_t hash[block];
+    int32_t may_win[block];
+    float tail[block] = {};
+    int found = 0;
+    for (int first = 0; first < n; first += block) {
+        const int count = n - first < block ? n - first : block;
+        if (count < block) __builtin_memcpy(tail, x + first, size_t(count) * sizeof(float));
+        const float* values = count < block ? tail : x + first;
+        int32_t any = 0;
+        for (int i = 0; i < block; ++i) {
+            hash[i] = mix32(mix32(uint32_t(first + i) ^ key_low) ^ key_high);
+            const int32_t exponent = (__builtin_bit_cast(int32_t, float(int32_t(~hash[i] >> 8))) >> 23) - 127;
+            may_win[i] = values[i] + 0.6932f * float(24 - exponent) >= least;
+            any |= may_win[i];
+        }
+        for (int i = 0; any && i < count; ++i) {
+            out[found] = {first + i, hash[i]};
+            found += may_win[i];
+        }
+    }
+    return found;
+}
+
 static void embed(Format format, bool wide, int k, const uint8_t* panel, int lane, float factor, float* out) {
     alignas(64) float piece[kPiece * 16];
     for (int k0 = 0; k0 < k; k0 += kPiece) {

@@ -121,6 +121,12 @@ constexpr size_t attend_scratch_floats(int head_dim) {
     return 2 * kRange * d + kMaxPairs * (2 * d + kRange + 4) + 2 * kRange;
 }
 
+// A token that may win a draw.
+struct Contender {
+    int32_t id;
+    uint32_t hash;
+};
+
 struct Kernels {
     const char* name;
     void (*gemm_int)(const GemmTask&);
@@ -142,6 +148,8 @@ struct Kernels {
                            float* out);
     int (*arg_max)(const float* x, int n);
     void (*softmax)(const float* x, int n, float* out);
+    // Tokens whose value and noise under the key may reach `least`, ascending; returns how many. `out` has room for n + 1.
+    int (*find_contenders)(const float* x, int n, uint32_t key_low, uint32_t key_high, float least, Contender* out);
 };
 
 constexpr size_t kGemmFloatScratch = 128 * 64 + 4 * 128 * 16;  // floats

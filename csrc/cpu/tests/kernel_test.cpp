@@ -9,6 +9,7 @@
 #include <stdexcept>
 #include <vector>
 
+#include "../draw.h"
 #include "../features.h"
 #include "../ops.h"
 #include "../plan.h"
@@ -254,9 +255,23 @@ void test_team() {
     }
 }
 
+void test_draws() {
+    Random random(5);
+    for (int n : {1, 31, 32, 33, 1000}) {
+        for (uint64_t position = 0; position < 50; ++position) {
+            const auto x = random.floats(size_t(n), float(position % 5));
+            const int want = draw_token(find_kernels("generic"), x.data(), n, 11, position);
+            expect(want >= 0 && want < n, "a token of the row");
+            for (const Kernels* kernels : available_kernels())
+                expect(draw_token(*kernels, x.data(), n, 11, position) == want, std::string("a draw on ") + kernels->name);
+        }
+    }
+}
+
 }  // namespace
 
 int main() {
+    test_draws();
     test_team();
     test_bounds();
     test_layers();

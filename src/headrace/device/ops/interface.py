@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, Protocol
 
+import numpy as np
 import torch
 
 from headrace.device.attention.metadata import AttentionMetadata, LayerCache
@@ -135,4 +136,8 @@ class Ops(Protocol):
         renormalize: bool,
     ) -> torch.Tensor:
         """Top-k mixture of experts, combined in top-k order: ``[T, H]``."""
+        ...
+
+    def draw_token(self, x: np.ndarray, ids: np.ndarray | None, seed: int, position: int) -> int:
+        """A token from scaled logits, by Gumbel-max; see `headrace.device.sampling.draw`, whose bits it gives."""
         ...

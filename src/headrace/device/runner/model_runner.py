@@ -100,7 +100,7 @@ class ModelRunner:
         self.buffers = InputBuffers(
             limits.max_num_batched_tokens, limits.max_num_seqs, [table.shape[1] for table in self.tables.tables]
         )
-        self._sampler = Sampler(self.states.sampling, self.states.token_ids, self.states.num_prompt)
+        self._sampler = Sampler(self.states.sampling, self.states.token_ids, self.states.num_prompt, ops.draw_token)
         self._state: ExecuteModelState | None = None
 
     def capture_graphs(self) -> CapturedGraphs:

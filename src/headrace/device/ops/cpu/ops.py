@@ -20,6 +20,7 @@ from headrace.device.ops.cpu.arena import Arena
 from headrace.device.ops.cpu.recorder import Recorder
 from headrace.device.ops.interface import Activation, AttentionShape, Weight, WeightRole
 from headrace.device.quantization.raw_tensor import RawTensor
+from headrace.device.sampling.draw import draw_token
 
 Activations = Literal["exact", "int8"]
 
@@ -175,6 +176,11 @@ class NativeOps:
         out = torch.empty(len(logits), dtype=torch.int32)
         self._run(_native.arg_max(logits, out), len(logits), num_logit_rows=len(logits))
         return out
+
+    def draw_token(self, x: np.ndarray, ids: np.ndarray | None, seed: int, position: int) -> int:
+        if ids is not None:
+            return draw_token(x, ids, seed, position)
+        return _native.draw_token(self.team, x, seed % (1 << 64), position)
 
     def _linear(self, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None, softcap: float) -> torch.Tensor:
         out = self._take(len(x), weight.out_features, x)

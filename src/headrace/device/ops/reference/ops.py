@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch.nn import functional
 
@@ -17,6 +18,7 @@ from headrace.device.attention.metadata import AttentionMetadata, LayerCache
 from headrace.device.ops.interface import Activation, AttentionShape, Weight, WeightRole
 from headrace.device.ops.reference.attention import paged_attention, store_kv
 from headrace.device.quantization.raw_tensor import RawTensor
+from headrace.device.sampling.draw import draw_token
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,3 +173,6 @@ class ReferenceOps:
         for place in range(1, top_k):
             out = out + parts[:, place]
         return out.contiguous()
+
+    def draw_token(self, x: np.ndarray, ids: np.ndarray | None, seed: int, position: int) -> int:
+        return draw_token(x, ids, seed, position)

@@ -1,0 +1,13 @@
+// Gumbel-max over a whole row: the noise that device/sampling/noise.py defines, bit by bit.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/table.h"
+
+namespace headrace {
+
+// The id with the largest double(x) + noise, the lowest of equals; -1 when x has no finite value.
+int draw_token(const Kernels& kernels, const float* x, int n, uint64_t seed, uint64_t position);
+
+}  // namespace headrace
