@@ -167,7 +167,7 @@ void AttentionOp::run_whole(Team& team, int tid, const Sizes& sizes) const {
             first_unit[r + 1] = first_unit[r] + tiles * (queries == 1 ? one : many).tasks(cache.num_kv_heads);
         }
     }
-    team.barrier();
+    team.barrier(tid);
     const int64_t units = first_unit[sizes.reqs];
     // From the back: the last rows of the longest prompts take longest.
     team.for_each(tid, units, [&](int64_t i) {

@@ -58,7 +58,7 @@ void for_expert_rows(Team& team, int tid, int experts, const int32_t* first_slot
         for (int e = 0; e < experts; ++e)
             first_piece[e + 1] = first_piece[e] + (first_slot[e + 1] - first_slot[e] + kRowBlock - 1) / kRowBlock * parts;
     }
-    team.barrier();
+    team.barrier(tid);
     team.for_each(tid, first_piece[experts], [&](int64_t i) {
         const int e = int(std::upper_bound(first_piece, first_piece + experts + 1, i) - first_piece) - 1;
         const int in_expert = int(i) - first_piece[e], begin = first_slot[e] + in_expert / parts * kRowBlock;
@@ -105,7 +105,7 @@ void MoeOp::run(Team& team, int tid, const Sizes& sizes) const {
         for (int e = experts; e > 0; --e) b.first_slot[e] = b.first_slot[e - 1];
         b.first_slot[0] = 0;
     }
-    team.barrier();
+    team.barrier(tid);
 
     auto* xq = exact ? nullptr : team.shared<ActivationGroup>(Shared::MoeActivations);
     auto* hidden = exact ? nullptr : team.shared<ActivationGroup>(Shared::MoeHidden);

@@ -1,5 +1,7 @@
 #include "team.h"
 
+#include <sched.h>
+
 #include <cstdlib>
 #include <new>
 
@@ -19,8 +21,8 @@ void relax() {
 }
 
 // Waits until `word` is no longer `old`.
-void wait_change(const std::atomic<uint32_t>& word, uint32_t old, std::atomic<int>& sleepers) {
-    for (int i = 0; i < kSpins; ++i) {
+void wait_change(const std::atomic<uint32_t>& word, uint32_t old, std::atomic<int>& sleepers, int spins) {
+    for (int i = 0; i < spins; ++i) {
         if (word.load(std::memory_order_acquire) != old) return;
         relax();
     }
@@ -69,16 +71,23 @@ void Team::start(Body body, void* argument) {
 }
 
 // The end of a run is a barrier too: nobody still touches the body or the pieces afterwards.
-void Team::finish() { barrier(); }
+void Team::finish() { barrier(0); }
+
+int Team::spins(int tid) const {
+    const int here = stretches_[size_t(tid)].core.load(std::memory_order_relaxed);
+    for (int other = 0; other < size_; ++other)
+        if (other != tid && stretches_[size_t(other)].core.load(std::memory_order_relaxed) == here) return 0;
+    return kSpins;
+}
 
 void Team::work(int tid) {
     uint32_t seen = 0;
     for (;;) {
-        wait_change(job_, seen, sleepers_);
+        wait_change(job_, seen, sleepers_, spins(tid));
         seen = job_.load(std::memory_order_acquire);
         if (stopping_) return;
         body_(argument_, tid);
-        barrier();
+        barrier(tid);
     }
 }
 
@@ -102,7 +111,8 @@ int64_t Team::take(int owner, uint64_t epoch, int64_t n, bool from_front) {
     }
 }
 
-void Team::barrier() {
+void Team::barrier(int tid) {
+    stretches_[size_t(tid)].core.store(sched_getcpu(), std::memory_order_relaxed);
     const uint32_t generation = generation_.load(std::memory_order_acquire);
     if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == size_) {
         arrived_.store(0, std::memory_order_relaxed);
@@ -110,7 +120,7 @@ void Team::barrier() {
         if (sleepers_.load() > 0) generation_.notify_all();
         return;
     }
-    wait_change(generation_, generation, sleepers_);
+    wait_change(generation_, generation, sleepers_, spins(tid));
 }
 
 }  // namespace headrace

@@ -3,7 +3,8 @@
 // `run(body)` calls body(tid) on every thread; the caller is thread 0. Inside, `for_each` hands out pieces of work and ends
 // with a barrier: each thread takes its own stretch of pieces from the front, so that it reads memory in one stream, then
 // takes from the back of the others'. A thread that the system has displaced holds up at most the piece that it works on,
-// even if it has not begun. Waiting spins for a bounded time and then sleeps on a futex. One run at a time; nothing is
+// even if it has not begun. Waiting spins for a bounded time and then sleeps on a futex, at once if another thread of the team
+// was last seen on the same core: it may need just this one. One run at a time; nothing is
 // allocated while running.
 #pragma once
 
@@ -65,10 +66,10 @@ public:
         while ((i = take(tid, epoch, n, true)) >= 0) piece(i);
         for (int other = 1; other < size_; ++other)
             while ((i = take((tid + other) % size_, epoch, n, false)) >= 0) piece(i);
-        barrier();
+        barrier(tid);
     }
 
-    void barrier();
+    void barrier(int tid);
 
     // Only between runs.
     void reserve_shared(Shared which, size_t bytes) { shared_[int(which)].reserve(bytes); }
@@ -90,9 +91,11 @@ private:
     struct alignas(64) Stretch {
         std::atomic<uint64_t> left{0};
         uint64_t epoch = 0;  // of this thread, counted alike by all
+        std::atomic<int> core{-1};  // where it reached its last barrier
     };
     int64_t take(int owner, uint64_t epoch, int64_t n, bool from_front);
 
+    int spins(int tid) const;
     void start(Body body, void* argument);
     void finish();
     void work(int tid);
