@@ -11,11 +11,16 @@ import random
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from headrace import LLM, RequestOutput, SamplingParams
+from headrace.core.make_client import ClientKind, make_client
 from headrace.device.platform.hardware import detect_hardware
+from headrace.entrypoints.async_engine import make_async_llm
+from headrace.entrypoints.engine_config import load_engine_config
 from headrace.messages.request_output import CompletionOutput
+from headrace.messages.sampling_params import RequestOutputKind
 
 MAX_LEN = 512
 NUM_MATES = 16
@@ -149,6 +154,29 @@ def test_native_answers_are_the_same_bits(
     cold, warm = run(smollm2_gguf, requests + make_mates(), batches=2, **settings)
     check_bitwise(expected, cold)
     check_bitwise(expected, warm)
+
+
+@native
+@pytest.mark.parametrize("kind", ["inproc", "process"])
+async def test_both_clients_give_the_same_bits(
+    kind: ClientKind, native_baseline: tuple[str, list[RequestOutput]], smollm2_gguf: Path
+) -> None:
+    activations, expected = native_baseline
+    settings = {"model": str(smollm2_gguf), "max_model_len": MAX_LEN, "activations": activations, "ops": "native"}
+    config = load_engine_config(settings)
+    client = make_client(config, kind)
+    engine = make_async_llm(config, client)
+    try:
+        await engine.start()
+        requests = make_requests(24) + make_mates()
+        streams = await engine.add_requests(
+            [{"prompt_token_ids": ids} for ids, _ in requests],
+            [msgspec.structs.replace(p, output_kind=RequestOutputKind.FINAL_ONLY) for _, p in requests],
+        )
+        got = [[output async for output in stream][-1] for stream in streams]
+    finally:
+        await engine.shutdown()
+    check_bitwise(expected, got)
 
 
 def test_reference_answers_are_the_same_within_the_tolerance(smollm2_gguf: Path) -> None:
