@@ -10,7 +10,6 @@ prompt left the cached one.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Mapping
 
 from msgspec.structs import replace
@@ -262,10 +261,6 @@ class FlightRecorder:
     def get_request(self, request_id: str) -> RequestLog | None:
         """The log of a request that lives or ended not long ago."""
         return self.live.get(request_id) or self.finished.get(request_id)
-
-    def steps_since(self, time: float) -> list[StepRecord]:
-        """Kept steps scheduled at ``time`` or later."""
-        return self.steps[bisect_left(self.steps, time, key=lambda step: step.scheduled) :]
 
     def check_invariants(self) -> None:
         """Raise unless the logs agree with each other."""
