@@ -8,7 +8,7 @@ from typing import Any
 
 import openai
 import pytest
-from openai.types.responses import Response
+from openai.types.responses import Response, ResponseOutputMessage, ResponseOutputText
 
 from headrace.testing.engine_config import make_architecture
 from tests.http.conftest import StartService
@@ -112,6 +112,56 @@ async def test_tools(start_service: StartService, monkeypatch: pytest.MonkeyPatc
     assert answer["tools"][0]["name"] == "get_weather"
 
 
+WITH_LOGPROBS = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
+
+
+def shown_logprobs(events: list[dict[str, Any]]) -> list[tuple[str, list[Any]]]:
+    """Text and logprobs of each message of a stream, by its deltas alone."""
+    items: dict[int, tuple[str, list[Any]]] = {}
+    for event in events:
+        if event["type"] == "response.output_text.delta":
+            text, entries = items.get(event["output_index"], ("", []))
+            items[event["output_index"]] = (text + event["delta"], entries + event["logprobs"])
+    return list(items.values())
+
+
+@pytest.mark.parametrize("stop", [None, ["lzzz", "o"]])
+async def test_logprobs(service: Service, stop: list[str] | None) -> None:
+    answer, events = await both(service, **WITH_LOGPROBS, stop=stop)
+    Response.model_validate(answer)
+    part = answer["output"][0]["content"][0]
+    assert answer["top_logprobs"] == 2
+    # The token that ended the text is no text.
+    wanted = "hell" if stop else "hello"
+    assert part["text"] == wanted
+    entries = part["logprobs"]
+    assert [entry["token"] for entry in entries][: len(wanted)] == list(wanted)
+    assert all(len(entry["top_logprobs"]) == 2 and entry["bytes"] == list(entry["token"].encode()) for entry in entries)
+    ((text, told),) = shown_logprobs(events)
+    assert (text, told) == (wanted, entries)
+    (done,) = [event for event in events if event["type"] == "response.output_text.done"]
+    assert done["logprobs"] == entries
+
+
+async def test_logprobs_go_with_the_item_of_their_tokens(
+    start_service: StartService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tests.http_service.MAX_LEN", 1024)
+    monkeypatch.setattr("tests.http_service.make_architecture", partial(make_architecture, max_position=1024))
+    service = await start_service(settings={"reasoning_parser": "qwen3"})
+    service.say("<think>hm</think>Look. " + CALL_TEXT + "Done é.")
+    answer, events = await both(service, tools=[WEATHER], **WITH_LOGPROBS)
+    assert [item["type"] for item in answer["output"]] == ["reasoning", "message", "function_call", "message"]
+    texts = []
+    for item in answer["output"]:
+        if item["type"] == "message":
+            (part,) = item["content"]
+            made = bytes(byte for entry in part["logprobs"] for byte in entry["bytes"]).decode()
+            texts.append((part["text"], made))
+    assert texts == [("Look.", "Look."), ("Done é.", "Done é.")]
+    assert [text for text, _ in shown_logprobs(events)] == ["Look.", "Done é."]
+
+
 async def test_the_official_client(start_service: StartService) -> None:
     service = await start_service()
     client = openai.AsyncOpenAI(base_url=f"{service.url}/v1", api_key="none")
@@ -122,6 +172,13 @@ async def test_the_official_client(start_service: StartService) -> None:
             kinds = [event.type async for event in stream]
             assert (await stream.get_final_response()).output_text == "hello"
         assert kinds[-1] == "response.completed"
+        scored = await client.responses.create(
+            model=MODEL, input="Hi", include=["message.output_text.logprobs"], top_logprobs=1
+        )
+        assert isinstance(scored.output[0], ResponseOutputMessage)
+        (part,) = scored.output[0].content
+        assert isinstance(part, ResponseOutputText) and part.logprobs is not None
+        assert [entry.token for entry in part.logprobs] == list("hello")
     finally:
         await client.close()
 
@@ -133,8 +190,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"conversation": "c"}, "conversation"),
     ({"prompt": {"id": "p"}}, "prompt"),
     ({"truncation": "auto"}, "truncation"),
-    ({"include": ["message.output_text.logprobs"]}, "include"),
+    ({"include": ["file_search_call.results"]}, "include"),
     ({"top_logprobs": 3}, "top_logprobs"),
+    ({"top_logprobs": 21, "include": ["message.output_text.logprobs"]}, "logprobs"),
     ({"input": []}, "input"),
     ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
     ({"input": [{"type": "computer_call"}]}, "input[0].type"),

@@ -154,11 +154,13 @@ class ChatCall:
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self.answer_id, "object": kind, "created": self.created, "model": self.model}
 
-    def _logprobs(self, one: CompletionOutput) -> dict[str, Any] | None:
-        if not self.body.logprobs:
-            return None
+    def logprob_items(self, one: CompletionOutput) -> list[dict[str, Any]]:
+        """An entry per token."""
         as_ids = bool(self.body.return_tokens_as_token_ids)
         return chat_logprobs(one.logprobs or [], self.body.top_logprobs or 0, as_ids, self.context.token_bytes)
+
+    def _logprobs(self, one: CompletionOutput) -> dict[str, Any] | None:
+        return {"content": self.logprob_items(one), "refusal": None} if self.body.logprobs else None
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
         """Events of the answer, without ``[DONE]``."""

@@ -53,6 +53,11 @@ class AnswerParts:
             return None
         return sum(parser.num_reasoning_tokens for parser in self._parsers.values())
 
+    @property
+    def hidden_token_ids(self) -> frozenset[int]:
+        """Tokens that have no text in the answer; known after `adapt`."""
+        return self.context.tokenizer.special_token_ids if self._skip_special_tokens else frozenset()
+
     def adapt(self, sampling: SamplingParams, *, explicit: bool) -> SamplingParams:
         """Return the sampling under which the parsers see what they need.
 

@@ -64,7 +64,7 @@ class CompletionLogprobs:
 
 def chat_logprobs(
     positions: Iterable[PositionLogprobs], top: int, as_ids: bool, token_bytes: Callable[[int], bytes]
-) -> dict[str, Any]:
+) -> list[dict[str, Any]]:
     """The items of a chat choice, each with exactly ``top`` candidates, best first."""
     content: list[dict[str, Any]] = []
     for position in positions:
@@ -73,7 +73,7 @@ def chat_logprobs(
         item = _item(token_id, chosen, as_ids, token_bytes)
         item["top_logprobs"] = [_item(i, entry, as_ids, token_bytes) for i, entry in best]
         content.append(item)
-    return {"content": content, "refusal": None}
+    return content
 
 
 def _item(token_id: int, entry: Logprob, as_ids: bool, token_bytes: Callable[[int], bytes]) -> dict[str, Any]:

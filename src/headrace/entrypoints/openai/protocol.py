@@ -43,11 +43,9 @@ class DeliveryFields(Struct, kw_only=True, forbid_unknown_fields=True):
     kv_transfer_params: Any = None
 
 
-class GenerationFields(DeliveryFields, kw_only=True, forbid_unknown_fields=True):
-    """What the routes take that answer with text."""
+class SamplingFields(DeliveryFields, kw_only=True, forbid_unknown_fields=True):
+    """What completions, chats and responses say alike about sampling, by the names of `SamplingParams`."""
 
-    # sampling
-    n: int | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -61,21 +59,12 @@ class GenerationFields(DeliveryFields, kw_only=True, forbid_unknown_fields=True)
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     min_tokens: int | None = None
-    max_tokens: int | None = None
-    prompt_logprobs: int | None = None
     logit_bias: dict[str, float] | None = None
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
-    # delivery
-    return_token_ids: bool | None = None
-    return_timing: bool | None = None
-    return_tokens_as_token_ids: bool | None = None
-    # engine
-    add_special_tokens: bool | None = None
     # checked by `constraints`
-    response_format: Any = None
     structured_outputs: Any = None
     # accepted where they change nothing, see `refusals`
     user: Any = None
@@ -84,6 +73,21 @@ class GenerationFields(DeliveryFields, kw_only=True, forbid_unknown_fields=True)
     service_tier: Any = None
     safety_identifier: Any = None
     prompt_cache_key: Any = None
+
+
+class GenerationFields(SamplingFields, kw_only=True, forbid_unknown_fields=True):
+    """What completions and chats take alike."""
+
+    n: int | None = None
+    max_tokens: int | None = None
+    prompt_logprobs: int | None = None
+    return_token_ids: bool | None = None
+    return_timing: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    add_special_tokens: bool | None = None
+    # checked by `constraints`
+    response_format: Any = None
+    # accepted where they change nothing, see `refusals`
     use_beam_search: Any = None
     length_penalty: Any = None
     truncate_prompt_tokens: Any = None
@@ -167,7 +171,7 @@ class GenerateRequest(DeliveryFields, kw_only=True, forbid_unknown_fields=True):
     features: dict[str, Any] | None = None
 
 
-class ResponsesRequest(DeliveryFields, kw_only=True, forbid_unknown_fields=True):
+class ResponsesRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):
     """Body of ``/v1/responses``."""
 
     input: str | list[dict[str, Any]]
@@ -179,36 +183,16 @@ class ResponsesRequest(DeliveryFields, kw_only=True, forbid_unknown_fields=True)
     parallel_tool_calls: bool | None = None
     reasoning: Any = None
     include_reasoning: bool | None = None
-    structured_outputs: Any = None
+    include: list[str] | None = None
+    top_logprobs: int | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    ignore_eos: bool | None = None
-    min_tokens: int | None = None
-    logit_bias: dict[str, float] | None = None
     # accepted where they change nothing, see `refusals`
-    user: Any = None
-    metadata: Any = None
-    service_tier: Any = None
-    safety_identifier: Any = None
-    prompt_cache_key: Any = None
-    store: Any = None
     background: Any = None
     previous_response_id: Any = None
     conversation: Any = None
     prompt: Any = None
     truncation: Any = None
-    include: Any = None
     max_tool_calls: Any = None
-    top_logprobs: Any = None
 
 
 class AbortRequest(Struct, kw_only=True, forbid_unknown_fields=True):

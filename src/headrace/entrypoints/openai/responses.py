@@ -26,6 +26,7 @@ from headrace.entrypoints.openai.refusals import check_refusals
 from headrace.entrypoints.openai.responses_input import RULES, describe_body, make_chat, rename
 from headrace.entrypoints.openai.responses_items import ItemBuilder
 from headrace.entrypoints.openai.sse import EventStream, typed_event
+from headrace.entrypoints.openai.token_cutter import TokenCutter
 from headrace.messages.request_output import CompletionOutput, RequestOutput
 
 
@@ -55,6 +56,7 @@ class ResponsesCall:
     body: ResponsesRequest
     answer_id: str
     chat: ChatCall
+    cutter: TokenCutter | None
     created: int = field(default_factory=lambda: int(time.time()))
     builder: ItemBuilder = field(default_factory=ItemBuilder)
     _final: RequestOutput | None = None
@@ -66,12 +68,14 @@ class ResponsesCall:
         if body.stream_options is not None and not body.stream:
             raise InvalidRequestError("stream_options needs stream: true", param="stream_options")
         try:
-            chat = await ChatCall.prepare(context, make_chat(body), request_id)
+            max_items = context.llm.input.limits.most.max_messages
+            chat = await ChatCall.prepare(context, make_chat(body, max_items), request_id)
         except InvalidRequestError as error:
             raise rename(error) from None
         answer_id = f"resp_{request_id}"
         chat.work = replace(chat.work, answer_id=answer_id)
-        return cls(context, body, answer_id, chat)
+        cutter = None if chat.work.sampling.logprobs is None else TokenCutter(chat.parts.hidden_token_ids)
+        return cls(context, body, answer_id, chat, cutter)
 
     @property
     def work(self) -> Work:
@@ -89,7 +93,7 @@ class ResponsesCall:
         (last,) = self._final.outputs
         check_output(last)
         self.chat.counter.add(0, self._final, len(last.token_ids))
-        self.builder.feed(self.chat.parts.parse(last))
+        self._feed(last)
         status = _status(last)
         self.builder.close(status)
         return self._response(status, last)
@@ -107,13 +111,22 @@ class ResponsesCall:
             for one in output.outputs:
                 check_output(one)
                 self.chat.counter.add(0, output, len(one.token_ids))
-                events += builder.feed(self.chat.parts.parse(one))
+                events += self._feed(one)
                 if one.finish_reason is not None:
                     status = _status(one)
                     events += builder.close(status)
                     events.append(builder.event(f"response.{status}", response=self._response(status, one)))
             if events:
                 yield b"".join(events)
+
+    def _feed(self, one: CompletionOutput) -> list[bytes]:
+        """Parse news of the answer, token by token where each goes with its logprobs."""
+        if self.cutter is None:
+            return self.builder.feed(self.chat.parts.parse(one))
+        events: list[bytes] = []
+        for piece in self.cutter.cut(one):
+            events += self.builder.feed(self.chat.parts.parse(piece), len(piece.text), self.chat.logprob_items(piece))
+        return events
 
     def _response(self, status: str, last: CompletionOutput | None) -> dict[str, Any]:
         usage = self.chat.counter.usage(self.chat.parts.num_reasoning_tokens or 0)

@@ -9,15 +9,16 @@ from typing import Any
 
 from headrace.base.errors import InvalidRequestError
 from headrace.entrypoints.openai.body import convert
-from headrace.entrypoints.openai.protocol import ChatRequest, DeliveryFields, ResponsesRequest
+from headrace.entrypoints.openai.protocol import ChatRequest, ResponsesRequest
 from headrace.entrypoints.openai.refusals import REFUSALS, Refusal, one_of
 
-MAX_ITEMS = 4096
+LOGPROBS = "message.output_text.logprobs"
+_INCLUDABLE = frozenset({LOGPROBS, "reasoning.encrypted_content"})
+"""What ``include`` may name; there is never any encrypted content to include."""
 RULES = REFUSALS | {
     "max_tool_calls": Refusal("must be an integer", lambda value: type(value) is int),
-    "include": Refusal("not supported", lambda value: value in ([], ["reasoning.encrypted_content"])),
+    "include": Refusal(f"only {LOGPROBS} can be included", lambda value: set(value) <= _INCLUDABLE),
     "truncation": Refusal("prompts are never cut; use disabled", one_of("disabled")),
-    "top_logprobs": Refusal("not supported here; use /v1/chat/completions", one_of(0)),
     # They need stored answers.
     "background": Refusal("answers are not stored; leave it out", one_of(False)),
     "previous_response_id": Refusal("answers are not stored; send the whole conversation as input"),
@@ -25,30 +26,11 @@ RULES = REFUSALS | {
     "prompt": Refusal("prompts are not stored; send instructions and input"),
 }
 """This route's table: its own fields, then those of all routes."""
-_SAME_NAME = (
-    *(name for name in DeliveryFields.__struct_fields__ if name not in ("stream_options",)),
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "seed",
-    "stop",
-    "stop_token_ids",
-    "ignore_eos",
-    "min_tokens",
-    "logit_bias",
-    "parallel_tool_calls",
-    "chat_template_kwargs",
-    "include_reasoning",
-    "structured_outputs",
-    "user",
-    "metadata",
-    "service_tier",
-    "safety_identifier",
-    "prompt_cache_key",
+_READ_OTHERWISE = frozenset({"stream_options", "tools", "tool_choice", "top_logprobs"})
+_SAME_NAME = tuple(
+    name
+    for name in ResponsesRequest.__struct_fields__
+    if name in ChatRequest.__struct_fields__ and name not in _READ_OTHERWISE
 )
 _RENAMED = (
     ("response_format.json_schema", "text.format"),
@@ -68,19 +50,21 @@ def rename(error: InvalidRequestError) -> InvalidRequestError:
     return InvalidRequestError(message, param=param, code=error.code)
 
 
-def make_chat(body: ResponsesRequest) -> ChatRequest:
-    """Return the chat.
+def make_chat(body: ResponsesRequest, max_items: int) -> ChatRequest:
+    """Return the chat; its input may have at most ``max_items``.
 
     Raises:
         InvalidRequestError: a wrong shape, or something that is not done; the field is named.
     """
     values: dict[str, Any] = {name: getattr(body, name) for name in _SAME_NAME}
-    values["messages"] = _messages(body)
+    values["messages"] = _messages(body, max_items)
     values["max_completion_tokens"] = body.max_output_tokens
     values["response_format"] = _text_format(body.text)
     values["tools"] = None if body.tools is None else [_tool(f"tools[{i}]", tool) for i, tool in enumerate(body.tools)]
     values["tool_choice"] = _tool_choice(body.tool_choice)
     values["reasoning_effort"] = _effort(body.reasoning)
+    values["logprobs"] = LOGPROBS in (body.include or ()) or None
+    values["top_logprobs"] = _top_logprobs(body)
     if not values["tools"]:
         # An empty list is how clients of this route say that there are none.
         values |= {"tools": None, "tool_choice": None if values["tool_choice"] == "auto" else values["tool_choice"]}
@@ -92,14 +76,14 @@ def _refuse(where: str, reason: str) -> InvalidRequestError:
     return InvalidRequestError(f"{where}: {reason}", param=where)
 
 
-def _messages(body: ResponsesRequest) -> list[dict[str, Any]]:
+def _messages(body: ResponsesRequest, max_items: int) -> list[dict[str, Any]]:
     first = [{"role": "system", "content": body.instructions}] if body.instructions else []
     if isinstance(body.input, str):
         return [*first, {"role": "user", "content": body.input}]
     if not body.input:
         raise _refuse("input", "must not be empty")
-    if len(body.input) > MAX_ITEMS:
-        raise _refuse("input", f"at most {MAX_ITEMS} items are allowed")
+    if len(body.input) > max_items:
+        raise _refuse("input", f"must not have more than {max_items} entries")
     turns = _Turns(first)
     for index, item in enumerate(body.input):
         turns.add(f"input[{index}]", item)
@@ -210,6 +194,13 @@ def _effort(reasoning: Any) -> Any:
     return reasoning.get("effort")
 
 
+def _top_logprobs(body: ResponsesRequest) -> int | None:
+    if body.top_logprobs and LOGPROBS not in (body.include or ()):
+        raise _refuse("top_logprobs", f"needs include: [{LOGPROBS}]")
+    # 0 is what clients say who want none.
+    return body.top_logprobs or None
+
+
 def describe_body(body: ResponsesRequest) -> dict[str, Any]:
     """What an answer repeats of its request."""
     text = body.text if isinstance(body.text, dict) else {}
@@ -228,7 +219,7 @@ def describe_body(body: ResponsesRequest) -> dict[str, Any]:
         "text": {"format": text.get("format") or {"type": "text"}},
         "tool_choice": body.tool_choice if body.tool_choice is not None else "auto",
         "tools": body.tools or [],
-        "top_logprobs": 0,
+        "top_logprobs": body.top_logprobs or 0,
         "top_p": body.top_p,
         "truncation": "disabled",
         "user": body.user,

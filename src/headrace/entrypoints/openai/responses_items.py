@@ -1,8 +1,9 @@
 """The items of a response as they grow, and the typed events that tell of it.
 
 One builder serves streamed and whole answers: it is fed with what the parsers found and returns events; a whole answer
-takes the items alone. At most one item is open; another kind of news closes it. Invariants: every item that was added
-is done once, after its parts; sequence numbers have no gaps.
+takes the items alone. At most one item is open; another kind of news closes it. Logprobs go with the message that
+their tokens are of; those of marks, reasoning and calls are left out. Invariants: every item that was added is done
+once, after its parts; sequence numbers have no gaps.
 """
 
 from __future__ import annotations
@@ -21,10 +22,13 @@ def _new_id(prefix: str) -> str:
     return f"{prefix}_{uuid.uuid4().hex}"
 
 
-def _text_part(kind: str, text: str) -> dict[str, Any]:
+Logprobs = list[dict[str, Any]]
+
+
+def _text_part(kind: str, text: str, logprobs: Logprobs) -> dict[str, Any]:
     if kind == "reasoning":
         return {"type": "reasoning_text", "text": text}
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
 
 
 @dataclass
@@ -35,6 +39,8 @@ class ItemBuilder:
     _number: int = 0
     _open: dict[str, Any] | None = None
     _pieces: list[str] = field(default_factory=list)
+    _logprobs: Logprobs = field(default_factory=list)
+    _waiting: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
     _call: int = -1
 
     @property
@@ -47,36 +53,51 @@ class ItemBuilder:
         number, self._number = self._number, self._number + 1
         return typed_event({"type": kind, "sequence_number": number, **fields})
 
-    def feed(self, delta: ParsedDelta) -> list[bytes]:
-        """Take news of the answer and return its events."""
+    def feed(self, delta: ParsedDelta, num_chars: int = 0, logprobs: Logprobs | None = None) -> list[bytes]:
+        """Take news of the answer and return its events; ``logprobs`` are those of its token, if it comes by tokens.
+
+        ``num_chars`` is the length of the text that was parsed.
+        """
         events: list[bytes] = []
+        self._waiting += [(num_chars, entry) for entry in logprobs or ()]
         if delta.reasoning:
-            events += self._add_text("reasoning", delta.reasoning)
+            events += self._add_text("reasoning", delta.reasoning, [])
         if delta.content:
-            events += self._add_text("message", delta.content)
+            events += self._add_text("message", delta.content, self._tokens_of(len(delta.content)))
         for call in delta.calls:
             events += self._add_call(call)
+        if delta:
+            self._waiting = []
         return events
+
+    def _tokens_of(self, num_chars: int) -> Logprobs:
+        """The newest tokens whose texts make up so many characters; what stood before them were marks."""
+        place = len(self._waiting)
+        # A token without text is the beginning of a character that the next one completes.
+        while place and (num_chars > 0 or not self._waiting[place - 1][0]):
+            place -= 1
+            num_chars -= self._waiting[place][0]
+        return [entry for _, entry in self._waiting[place:]]
 
     def close(self, status: str = "completed") -> list[bytes]:
         """End the open item, if there is one; ``status`` is ``incomplete`` where the answer was cut."""
-        item, text = self._open, "".join(self._pieces)
+        item, text, logprobs = self._open, "".join(self._pieces), self._logprobs
         if item is None:
             return []
         self._open = None
-        self._pieces = []
+        self._pieces, self._logprobs = [], []
         item["status"] = status
         place = {"item_id": item["id"], "output_index": len(self.items) - 1}
         if item["type"] == "function_call":
             item["arguments"] = text
             events = [self.event("response.function_call_arguments.done", arguments=text, name=item["name"], **place)]
         else:
-            part = _text_part(item["type"], text)
+            part = _text_part(item["type"], text, logprobs)
             item["content"] = [part]
             place["content_index"] = 0
-            logprobs: dict[str, Any] = {"logprobs": []} if item["type"] == "message" else {}
+            more: dict[str, Any] = {"logprobs": logprobs} if item["type"] == "message" else {}
             events = [
-                self.event(f"{_TEXT_EVENTS[item['type']]}.done", text=text, **logprobs, **place),
+                self.event(f"{_TEXT_EVENTS[item['type']]}.done", text=text, **more, **place),
                 self.event("response.content_part.done", part=part, **place),
             ]
         return [*events, self.event("response.output_item.done", output_index=len(self.items) - 1, item=item)]
@@ -87,14 +108,15 @@ class ItemBuilder:
         self._open = item
         return [*events, self.event("response.output_item.added", output_index=len(self.items) - 1, item=item)]
 
-    def _add_text(self, kind: str, text: str) -> list[bytes]:
+    def _add_text(self, kind: str, text: str, logprobs: Logprobs) -> list[bytes]:
         events: list[bytes] = []
         if self._open is None or self._open["type"] != kind:
             events += self._begin(_new_text_item(kind))
-            events.append(self._tell("response.content_part.added", content_index=0, part=_text_part(kind, "")))
+            events.append(self._tell("response.content_part.added", content_index=0, part=_text_part(kind, "", [])))
         self._pieces.append(text)
-        logprobs: dict[str, Any] = {"logprobs": []} if kind == "message" else {}
-        return [*events, self._tell(f"{_TEXT_EVENTS[kind]}.delta", content_index=0, delta=text, **logprobs)]
+        self._logprobs += logprobs
+        more: dict[str, Any] = {"logprobs": logprobs} if kind == "message" else {}
+        return [*events, self._tell(f"{_TEXT_EVENTS[kind]}.delta", content_index=0, delta=text, **more)]
 
     def _add_call(self, call: CallDelta) -> list[bytes]:
         events: list[bytes] = []

@@ -10,26 +10,11 @@ from headrace.entrypoints.openai.protocol import DeliveryFields, GenerationField
 from headrace.messages.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputParams
 
 DEFAULTABLE = frozenset({"temperature", "top_p", "top_k", "min_p", "repetition_penalty"})
-_SAME_NAME = (
-    "n",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "seed",
-    "stop",
-    "stop_token_ids",
-    "include_stop_str_in_output",
-    "ignore_eos",
-    "min_tokens",
-    "allowed_token_ids",
-    "bad_words",
-    "skip_special_tokens",
-    "spaces_between_special_tokens",
-    "prompt_logprobs",
+_READ_OTHERWISE = frozenset({"max_tokens", "logit_bias", "structured_outputs"})
+_SAME_NAME = tuple(
+    name
+    for name in SamplingParams.__struct_fields__
+    if name in GenerationFields.__struct_fields__ and name not in _READ_OTHERWISE
 )
 
 
