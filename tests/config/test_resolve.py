@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -120,6 +121,22 @@ def test_flags_give_only_what_was_written() -> None:
         "max_model_len": 128,
         "dtype": "float32",
     }
+
+
+@pytest.mark.parametrize(
+    ("settings", "path", "name"),
+    [
+        ({"model": "smollm2-135m"}, "/cache/models/SmolLM2.gguf", "smollm2-135m"),
+        ({"model": "org/name"}, "/cache/hub/models--org--name/snapshots/abc", "org/name"),
+        ({"model": "/secret/models/Tiny.Q4_1.gguf"}, "/secret/models/Tiny.Q4_1.gguf", "Tiny.Q4_1"),
+        ({"model": "~/models/tiny"}, str(Path("~/models/tiny").expanduser()), "tiny"),
+        ({"model": "./models/tiny/"}, "models/tiny", "tiny"),
+        ({"model": "."}, ".", Path.cwd().name),
+        ({"model": "/secret/tiny", "served_model_name": "mine"}, "/secret/tiny", "mine"),
+    ],
+)
+def test_the_name_that_clients_see_is_never_a_path(settings: dict[str, Any], path: str, name: str) -> None:
+    assert resolve(settings, CPU, ARCH, path).model.served_model_name == name
 
 
 def test_sizes() -> None:

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.base.errors import InvalidRequestError
+from headrace.config.sections import LimitsSection
 from headrace.core.grammar_backend import GrammarError, compile_grammar
 from headrace.entrypoints.openai.constraints import read_constraint
 from headrace.entrypoints.openai.protocol import ChatRequest
@@ -56,7 +57,7 @@ PARTS = st.sampled_from(
 @settings(max_examples=300, deadline=None)
 def test_schemas(schema: Any) -> None:
     try:
-        cleaned = clean_schema(schema, "x")
+        cleaned = clean_schema(schema, "x", LimitsSection())
         compile_grammar(StructuredOutputParams(json=json.dumps(cleaned)), TOKENIZER)
     except (InvalidRequestError, GrammarError) as error:
         assert str(error)
@@ -78,7 +79,7 @@ def test_tools(shape: Any, choice: Any) -> None:
     for tools in (shape, [shape], [named]):
         for wanted in (choice, "required", {"type": "function", "function": choice}):
             try:
-                plan_tools(tools, wanted, None).constraint()
+                plan_tools(tools, wanted, None, LimitsSection()).constraint()
             except InvalidRequestError as error:
                 assert str(error)
 

@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 
 from headrace.base.errors import InvalidRequestError
-from headrace.frontend.json_schema import MAX_BYTES, MAX_DEPTH, clean_schema, inline_root
+from headrace.config.sections import LimitsSection
+from headrace.frontend.json_schema import clean_schema, inline_root
 
+MOST = LimitsSection()
 NODE = {
     "type": "object",
     "properties": {"v": {"type": "integer"}, "next": {"anyOf": [{"$ref": "#/$defs/n"}, {"type": "null"}]}},
@@ -40,9 +42,9 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "nullable": ({"type": "string", "nullable": True}, "nullable"),
     "a word of our own": ({"type": "string", "madeUp": 1}, "madeUp"),
     "switches of the library": ({"type": "integer", "x-guidance": {"lenient": True}}, "x-guidance"),
-    "too deep": (deep(MAX_DEPTH + 1), "deep"),
+    "too deep": (deep(MOST.max_schema_depth + 1), "deep"),
     "too deep for Python": (deep(3000), "deep"),
-    "too large": ({"enum": ["x" * MAX_BYTES]}, "bytes"),
+    "too large": ({"enum": ["x" * MOST.max_schema_bytes]}, "bytes"),
     "no schema": ({"properties": {"a": 5}}, "object or a boolean"),
     "no map": ({"properties": [1]}, "properties"),
     "no list": ({"anyOf": {}}, "anyOf"),
@@ -54,7 +56,7 @@ def test_refused_by_name(name: str) -> None:
     """B064, B071."""
     schema, word = REFUSED[name]
     with pytest.raises(InvalidRequestError, match=word) as caught:
-        clean_schema(schema, "the_field")
+        clean_schema(schema, "the_field", MOST)
     assert caught.value.param == "the_field"
 
 
@@ -70,17 +72,17 @@ def test_refused_by_name(name: str) -> None:
     ],
 )
 def test_taken(schema: Any) -> None:
-    clean_schema(schema, "x")
+    clean_schema(schema, "x", MOST)
 
 
 def test_what_demands_nothing_is_taken_out_and_the_rest_is_kept() -> None:
     schema = {"type": "array", "uniqueItems": False, "x-order": 1, "items": {"enum": [{"not": 1}], "nullable": False}}
-    assert clean_schema(schema, "x") == {"type": "array", "items": {"enum": [{"not": 1}]}}
+    assert clean_schema(schema, "x", MOST) == {"type": "array", "items": {"enum": [{"not": 1}]}}
 
 
 def test_a_property_may_have_the_name_of_a_keyword() -> None:
     schema = {"type": "object", "properties": {"not": {"type": "integer"}, "$ref": {"type": "string"}}}
-    assert clean_schema(schema, "x") == schema
+    assert clean_schema(schema, "x", MOST) == schema
 
 
 def test_many_references_do_not_take_long() -> None:
@@ -92,7 +94,7 @@ def test_many_references_do_not_take_long() -> None:
             "required": ["a"],
         }
     schema["$defs"]["d400"] = {"type": "integer"}
-    assert json.dumps(clean_schema(schema, "x")) == json.dumps(schema)
+    assert json.dumps(clean_schema(schema, "x", MOST)) == json.dumps(schema)
 
 
 def test_references_of_a_part_follow_it() -> None:

@@ -3,33 +3,97 @@
 from __future__ import annotations
 
 import asyncio
+import re
+import threading
+from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from headrace.base.errors import QueueFullError
+from headrace.config.sections import LimitsSection, ObservabilitySection, SchedulerSection
+from headrace.core import grammar_backend
+from headrace.entrypoints.openai.options import ServerOptions
 from headrace.frontend.admission import Admission, QueueState
 from headrace.testing.engine_config import make_engine_config
 from tests.http.conftest import StartService
 from tests.http_service import EOS
 
-COMPLETION, CHAT = "/v1/completions", "/v1/chat/completions"
-PROMPT = {"prompt": "ab", "max_tokens": 2}
+COMPLETION, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
 TURN = {"role": "user", "content": "Hi"}
+BASES: dict[str, dict[str, Any]] = {
+    COMPLETION: {"prompt": "ab", "max_tokens": 2},
+    CHAT: {"messages": [TURN], "max_tokens": 2},
+    RESPONSES: {"input": "Hi", "max_output_tokens": 2},
+}
 
-# setting, its value, route, what passes, what does not, the parameter that is named
+
+def tools(count: int) -> dict[str, Any]:
+    """Tools that nobody is shown, so that the prompt stays short."""
+    return {"tools": [{"function": {"name": f"t{i}"}} for i in range(count)], "tool_choice": "none"}
+
+
+def schema(value: Any) -> dict[str, Any]:
+    return {"structured_outputs": {"json": value}}
+
+
+NESTED: dict[str, Any] = {"type": "array", "items": {"type": "null"}}
+NULL = {"type": "null"}
+OUTPUTS = "structured_outputs.json"
+
+# flag without dashes: value, route, what passes, what does not, the parameter that is named
 LIMITS: list[tuple[str, int, str, dict[str, Any], dict[str, Any], str]] = [
     ("max_n", 2, COMPLETION, {"n": 2}, {"n": 3}, "n"),
     ("max_prompts", 2, COMPLETION, {"prompt": ["a", "b"]}, {"prompt": ["a", "b", "c"]}, "prompt"),
     ("max_answers", 4, COMPLETION, {"prompt": ["a", "b"], "n": 2}, {"prompt": ["a", "b"], "n": 3}, "n"),
     ("max_prompt_chars", 4, COMPLETION, {"prompt": "abcd"}, {"prompt": "abcde"}, "prompt"),
     ("max_messages", 2, CHAT, {"messages": [TURN] * 2}, {"messages": [TURN] * 3}, "messages"),
+    ("max_messages", 2, RESPONSES, {"input": [TURN] * 2}, {"input": [TURN] * 3}, "input"),
+    ("max_tools", 2, CHAT, tools(2), tools(3), "tools"),
+    ("max_tools_chars", 64, CHAT, tools(2), tools(3), "tools"),
     ("max_stop_strings", 1, COMPLETION, {"stop": ["x"]}, {"stop": ["x", "y"]}, "stop"),
+    ("max_stop_tokens", 1, COMPLETION, {"stop_token_ids": [1]}, {"stop_token_ids": [1, 2]}, "stop_token_ids"),
     ("max_bad_words", 1, COMPLETION, {"bad_words": ["x"]}, {"bad_words": ["x", "y"]}, "bad_words"),
     ("max_biased_tokens", 1, COMPLETION, {"logit_bias": {"1": 1}}, {"logit_bias": {"1": 1, "2": 1}}, "logit_bias"),
+    ("max_allowed_tokens", 1, COMPLETION, {"allowed_token_ids": [1]}, {"allowed_token_ids": [1, 2]},
+     "allowed_token_ids"),
     ("max_logprob_entries", 4, COMPLETION, {"logprobs": 1}, {"logprobs": 2}, "logprobs"),
     ("max_logprobs", 3, COMPLETION, {"logprobs": 3}, {"logprobs": 4}, "logprobs"),
-]
+    ("max_grammar_chars", 4, COMPLETION, {"structured_outputs": {"regex": "abcd"}},
+     {"structured_outputs": {"regex": "abcde"}}, "structured_outputs.regex"),
+    ("max_schema_depth", 1, COMPLETION, schema(NESTED), schema({"type": "array", "items": NESTED}), OUTPUTS),
+    ("max_schema_parts", 3, COMPLETION, schema({"anyOf": [NULL] * 2}), schema({"anyOf": [NULL] * 3}), OUTPUTS),
+    ("max_schema_bytes", 16, COMPLETION, schema(NULL), schema({"type": "boolean"}), OUTPUTS),
+]  # fmt: skip
+ELSEWHERE = {
+    "max_body": "test_refusals.test_body_limit",
+    "grammar_timeout_s": "test_preparing_a_grammar_has_a_limit",
+    "template_timeout_s": "tests/frontend/test_chat.py, and test_rendering_has_a_limit",
+    "max_num_queued_reqs": "test_refusals.test_queue_limit",
+    "max_num_queued_tokens": "test_a_full_queue_is_told_before_the_prompt_is_tokenised",
+}
+"""Tests of the limits whose refusal is another one."""
+
+
+def flags_of_the_page() -> dict[str, float]:
+    """Setting to its default, as the docs have it."""
+    page = (Path(__file__).resolve().parents[2] / "docs" / "parameters.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `--([a-z-]+)` \| ([0-9,]+)( MiB| s)? \|", page.partition("## Limits")[2], re.MULTILINE)
+    scales = {" MiB": 1 << 20}
+    return {name.replace("-", "_"): int(number.replace(",", "")) * scales.get(unit, 1) for name, number, unit in rows}
+
+
+def test_the_page_names_every_limit_with_its_default() -> None:
+    known: dict[str, Any] = {one.name: one.default for one in fields(LimitsSection)}
+    known |= {"max_body": ServerOptions().max_body, "max_logprobs": ObservabilitySection().max_logprobs}
+    section = SchedulerSection()
+    known |= {name: getattr(section, name) for name in ("max_num_queued_reqs", "max_num_queued_tokens")}
+    assert flags_of_the_page() == known
+
+
+def test_every_limit_of_the_page_is_tried() -> None:
+    assert {setting for setting, *_ in LIMITS} | ELSEWHERE.keys() == flags_of_the_page().keys()
 
 
 @pytest.mark.parametrize(("setting", "value", "path", "passes", "refused", "param"), LIMITS, ids=lambda v: str(v)[:20])
@@ -43,13 +107,40 @@ async def test_limit(
     param: str,
 ) -> None:
     service = await start_service(settings={setting: value})
-    base = PROMPT if path == COMPLETION else {"messages": [TURN], "max_tokens": 2}
-    reply = await service.http.post(path, json={**base, **passes})
+    reply = await service.http.post(path, json={**BASES[path], **passes})
     assert reply.status_code == 200, reply.text
-    reply = await service.http.post(path, json={**base, **refused})
-    assert reply.status_code == 400, reply.text
-    assert reply.json()["error"]["param"] == param
+    for stream in (False, True):
+        reply = await service.http.post(path, json={**BASES[path], **refused, "stream": stream})
+        assert reply.status_code == 400, reply.text
+        assert reply.json()["error"]["param"] == param
     assert service.llm.num_requests == 0
+
+
+async def test_preparing_a_grammar_has_a_limit(start_service: StartService, monkeypatch: pytest.MonkeyPatch) -> None:
+    release = threading.Event()
+    compiled = grammar_backend.compile_grammar
+
+    def slow(*args: Any) -> Any:
+        release.wait(10)
+        return compiled(*args)
+
+    monkeypatch.setattr(grammar_backend, "compile_grammar", slow)
+    service = await start_service(settings={"grammar_timeout_s": 0.1})
+    asked = asyncio.create_task(service.complete(structured_outputs={"regex": "a"}))
+    # Others go on meanwhile.
+    assert (await service.complete()).status_code == 200
+    reply = await asked
+    release.set()
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, "structured_outputs.regex")
+    assert "longer than 0.1 s" in reply.json()["error"]["message"]
+
+
+async def test_rendering_has_a_limit(start_service: StartService, monkeypatch: pytest.MonkeyPatch) -> None:
+    endless = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    monkeypatch.setattr("tests.http_service.TEMPLATE", endless)
+    service = await start_service(settings={"template_timeout_s": 0.05})
+    reply = await service.chat()
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, "messages")
 
 
 async def test_long_bad_words_are_not_even_tokenised(start_service: StartService) -> None:

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from headrace.config.sections import LimitsSection
 from headrace.frontend.parsers.events import ParsedDelta, ToolParser
 from headrace.frontend.parsers.json_lists import ArrayParser, NamedParser
 from headrace.frontend.parsers.reasoning import ReasoningParser
@@ -28,6 +29,7 @@ TOOLS = plan_tools(
     ],
     None,
     None,
+    LimitsSection(),
 ).tools
 
 MAKERS: dict[str, Callable[[], ToolParser]] = {

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import Field, fields, replace
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from types import NoneType, UnionType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -136,6 +136,7 @@ def resolve(
     _check_limits(r)
     _resolve_device(r, hardware)
     _resolve_model(r, architecture)
+    _resolve_name(r, model_path)
     _resolve_cache(r)
     _resolve_scheduler(r, hardware)
     return EngineConfig(**r.values, architecture=architecture, model_path=model_path, reasons=r.reasons)
@@ -169,8 +170,6 @@ def _check(r: _Resolver) -> None:
             raise ConfigError(f"--{path.split('.')[1].replace('_', '-')} must be an integer of at least {low}")
     if not 0.0 < r.get("cache.kv_cache_share") < 1.0:
         raise ConfigError("--kv-cache-share must lie between 0 and 1")
-    if not 0.0 < r.get("model.grammar_timeout_s") < float("inf"):
-        raise ConfigError("--grammar-timeout-s must be above 0")
     if not 0.0 <= r.get("scheduler.watermark") < 0.5:
         raise ConfigError("--watermark must be at least 0 and below 0.5")
     for path in ("scheduler.max_token_gap_ms", "observability.stats_interval_s"):
@@ -239,8 +238,19 @@ def _resolve_model(r: _Resolver, architecture: Architecture) -> None:
     elif r.get("model.max_model_len") > architecture.max_position:
         asked_len, context = r.get("model.max_model_len"), architecture.max_position
         raise ConfigError(f"--max-model-len {asked_len} is above the model's context of {context}")
-    if r.get("model.served_model_name") is None:
-        r.decide("model.served_model_name", r.get("model.model"), "the model argument")
+
+
+def _resolve_name(r: _Resolver, model_path: str) -> None:
+    """What clients call the model: never a path, which is the machine's own affair."""
+    if r.get("model.served_model_name") is not None:
+        return
+    model = r.get("model.model")
+    # A name is looked up, and found somewhere else; a path is its own place.
+    if Path(model).expanduser() == Path(model_path).expanduser():
+        name = Path(model_path).name.removesuffix(".gguf") or Path(model_path).absolute().name or "model"
+        r.decide("model.served_model_name", name, "the name of the model's file or folder")
+    else:
+        r.decide("model.served_model_name", model, "the model argument")
 
 
 def _resolve_cache(r: _Resolver) -> None:

@@ -11,6 +11,8 @@ from typing import Any, Literal
 
 from headrace.config.architecture import Architecture
 
+MAX_MESSAGES = 4096
+
 
 def setting(default: Any, help_text: str, **more: Any) -> Any:
     """A field with its help text; ``unit='bytes'`` accepts sizes such as ``256MiB``."""
@@ -23,7 +25,9 @@ class ModelSection:
 
     model: str = setting("smollm2-135m", "Alias, local folder, .gguf file or hub id.")
     revision: str | None = setting(None, "Hub revision (branch, tag or commit).")
-    served_model_name: str | None = setting(None, "Name shown to clients; the model argument by default.")
+    served_model_name: str | None = setting(
+        None, "Name shown to clients; the model argument by default, without the folder and ending of a local file."
+    )
     dtype: Literal["auto", "float32", "bfloat16"] = setting("auto", "Numbers of activations and float weights.")
     max_model_len: int | None = setting(None, "Longest prompt plus output in tokens; the model's own by default.")
     quantization: Literal["int8", "int4"] | None = setting(None, "Quantise a float checkpoint at load.")
@@ -41,7 +45,6 @@ class ModelSection:
     reasoning_parser: str = setting(
         "template", "How the model marks reasoning, or none; template asks its chat template."
     )
-    grammar_timeout_s: float = setting(5.0, "Most seconds that preparing one structured output may take.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,13 +87,20 @@ class LimitsSection:
     max_prompts: int = setting(1024, "Most prompts of one request.", most=1024)
     max_answers: int = setting(4096, "Most answers of one request: its prompts times n.")
     max_prompt_chars: int = setting(8 << 20, "Most characters of one prompt, counted before it is tokenised.")
-    max_messages: int = setting(4096, "Most messages of one chat.", most=4096)
+    max_messages: int = setting(MAX_MESSAGES, "Most messages of one chat.", most=MAX_MESSAGES)
     max_tools: int = setting(128, "Most tools of one chat.", most=128)
+    max_tools_chars: int = setting(1 << 18, "Most characters of a chat's tools together.", most=1 << 18)
     max_stop_strings: int = setting(64, "Most stop strings.", most=64)
     max_bad_words: int = setting(128, "Most bad words.", most=128)
+    max_stop_tokens: int = setting(128, "Most entries of stop_token_ids.", most=128)
     max_biased_tokens: int = setting(4096, "Most entries of logit_bias.")
+    max_allowed_tokens: int = setting(1 << 18, "Most entries of allowed_token_ids.")
     max_logprob_entries: int = setting(1 << 22, "Most logprobs of one request: those per token times the tokens.")
     max_grammar_chars: int = setting(1 << 17, "Most characters of a structured output's description.", most=1 << 17)
+    max_schema_depth: int = setting(48, "Deepest nesting of a JSON schema.", most=48)
+    max_schema_parts: int = setting(20_000, "Most schemas within a JSON schema.", most=20_000)
+    max_schema_bytes: int = setting(1 << 16, "Most bytes of a JSON schema.", most=1 << 16)
+    grammar_timeout_s: float = setting(5.0, "Most seconds that preparing one structured output may take.")
     template_timeout_s: float = setting(5.0, "Most seconds that rendering the chat template may take.")
 
 
@@ -123,7 +133,13 @@ class ObservabilitySection:
     stats_interval_s: float = setting(10.0, "Seconds between throughput lines; 0 logs none.")
     record: str | None = setting(None, "File to record decisions to, for headrace replay; never any text.")
     kv_events_config: str | None = setting(None, "JSON that turns KV cache events on and says where to publish them.")
-    explain_across_salts: bool = setting(False, "Let prefix misses be explained by blocks of other cache salts.")
+    explain_across_salts: bool = setting(
+        False, "Let prefix misses be explained by blocks of other cache salts and API keys."
+    )
+    explain_prompts: bool = setting(
+        False, "Keep prompts, so that explanations can show them to the key that sent them."
+    )
+    kv_block_sample: float = setting(0.0, "Share of KV blocks whose lifetimes become metrics; 0 is none.")
     max_logprobs: int = setting(20, "Most logprobs per token a request may ask for; -1 is the vocabulary.")
 
 

@@ -124,7 +124,7 @@ class AsyncLLM:
             self._input.eos_token_ids,
             ready.vocab_size,
             self._clock,
-            self.config.model.grammar_timeout_s,
+            self.config.limits,
         )
         self._ready = ready
         self._accepting = True

@@ -26,7 +26,6 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from headrace.base.clock import Clock, SystemClock
 from headrace.base.errors import ConfigError, InvalidRequestError
 
-MAX_MESSAGES = 4096
 MAX_PARTS = 1024
 MAX_TEMPLATE_CHARS = 1 << 20
 MAX_REASON_CHARS = 500
@@ -235,8 +234,6 @@ class ChatTemplate:
     def _shape(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         if not isinstance(messages, (list, tuple)) or not messages:
             raise InvalidRequestError("messages must be a list that is not empty", param="messages")
-        if len(messages) > MAX_MESSAGES:
-            raise InvalidRequestError(f"at most {MAX_MESSAGES} messages are allowed", param="messages")
         return [self._shape_one(index, message) for index, message in enumerate(messages)]
 
     def _shape_one(self, index: int, message: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,10 +12,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from headrace.base.errors import InvalidRequestError
+from headrace.config.sections import LimitsSection
 
-MAX_BYTES = 1 << 16
-MAX_DEPTH = 48
-MAX_NODES = 20_000
 MAX_REFERENCES = 500
 
 _ANNOTATIONS = frozenset(
@@ -76,19 +74,20 @@ _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
 _SINGLES = ("additionalProperties", "items", "additionalItems")
 
 
-def clean_schema(schema: Any, param: str) -> Any:
+def clean_schema(schema: Any, param: str, most: LimitsSection) -> Any:
     """Return the schema without what demands nothing.
 
     Args:
         schema: as parsed from JSON.
         param: the field's name, for errors.
+        most: depth, parts and bytes that the operator allows.
 
     Raises:
         InvalidRequestError: it cannot be enforced as asked.
     """
     if not isinstance(schema, (dict, bool)):
         raise InvalidRequestError(f"{param} must be a JSON schema", param=param)
-    return _Checker(schema, param).clean()
+    return _Checker(schema, param, most).clean()
 
 
 def inline_root(schema: dict[str, Any], root: str) -> dict[str, Any]:
@@ -111,7 +110,8 @@ def inline_root(schema: dict[str, Any], root: str) -> dict[str, Any]:
 class _Checker:
     """One schema on its way through the checks."""
 
-    def __init__(self, schema: Any, param: str) -> None:
+    def __init__(self, schema: Any, param: str, most: LimitsSection) -> None:
+        self._most = most
         self._root = schema
         self._param = param
         self._num_nodes = 0
@@ -120,11 +120,11 @@ class _Checker:
         try:
             size = len(json.dumps(self._root, ensure_ascii=False).encode(errors="replace"))
         except RecursionError:
-            raise self._refuse(f"the schema is nested more than {MAX_DEPTH} deep") from None
+            raise self._refuse_depth() from None
         except ValueError:
             raise self._refuse("the schema must be plain JSON") from None
-        if size > MAX_BYTES:
-            raise self._refuse(f"the schema is larger than {MAX_BYTES} bytes")
+        if size > self._most.max_schema_bytes:
+            raise self._refuse(f"the schema is larger than {self._most.max_schema_bytes} bytes")
         self._root = self._clean(self._root, 0)
         self._check_references()
         if not self._can_end(self._root, self._ending_references()):
@@ -134,12 +134,15 @@ class _Checker:
     def _refuse(self, reason: str) -> InvalidRequestError:
         return InvalidRequestError(f"{self._param}: {reason}", param=self._param, code="invalid_schema")
 
+    def _refuse_depth(self) -> InvalidRequestError:
+        return self._refuse(f"the schema is nested more than {self._most.max_schema_depth} deep")
+
     def _clean(self, node: Any, depth: int) -> Any:
         self._num_nodes += 1
-        if depth > MAX_DEPTH:
-            raise self._refuse(f"the schema is nested more than {MAX_DEPTH} deep")
-        if self._num_nodes > MAX_NODES:
-            raise self._refuse(f"the schema has more than {MAX_NODES} parts")
+        if depth > self._most.max_schema_depth:
+            raise self._refuse_depth()
+        if self._num_nodes > self._most.max_schema_parts:
+            raise self._refuse(f"the schema has more than {self._most.max_schema_parts} parts")
         if isinstance(node, bool):
             return node
         if not isinstance(node, dict):

@@ -15,6 +15,7 @@ import msgspec
 
 from headrace.base.clock import Clock
 from headrace.base.errors import InvalidRequestError
+from headrace.config.sections import LimitsSection
 from headrace.core.daemon_pool import DaemonPool, PoolFullError
 from headrace.core.grammar_backend import GrammarCompilation, LLGuidanceCompiler, TokenizerSource
 from headrace.frontend.json_schema import clean_schema
@@ -36,18 +37,24 @@ class StructuredOutputChecker:
         eos_token_ids: every id that ends a text.
         vocab_size: width of the logits.
         clock: for the time limit.
-        limit_s: most seconds that one constraint may take.
+        most: what the operator allows.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer | None, eos_token_ids: tuple[int, ...], vocab_size: int, clock: Clock, limit_s: float
+        self,
+        tokenizer: Tokenizer | None,
+        eos_token_ids: tuple[int, ...],
+        vocab_size: int,
+        clock: Clock,
+        most: LimitsSection,
     ) -> None:
+        self._most = most
         self._pool = DaemonPool("schemas", num_threads=1, limit=64)
         self._compiler: LLGuidanceCompiler | None = None
         if tokenizer is not None:
             backend = tokenizer.backend
             self._compiler = LLGuidanceCompiler(
-                lambda: TokenizerSource.from_backend(backend, eos_token_ids), vocab_size, clock, limit_s
+                lambda: TokenizerSource.from_backend(backend, eos_token_ids), vocab_size, clock, most.grammar_timeout_s
             )
 
     async def check(self, params: SamplingParams, param: str = PARAM) -> SamplingParams:
@@ -61,10 +68,10 @@ class StructuredOutputChecker:
         self._check(params, param)
         asked = params.structured_outputs
         if len(asked.json or asked.structural_tag or "") <= INLINE_CHARS:
-            cleaned = _clean(asked, param)
+            cleaned = _clean(asked, param, self._most)
         else:
             try:
-                cleaned = await asyncio.wrap_future(self._pool.submit(lambda: _clean(asked, param)))
+                cleaned = await asyncio.wrap_future(self._pool.submit(lambda: _clean(asked, param, self._most)))
             except PoolFullError:
                 raise InvalidRequestError(f"{param}: too many schemas wait to be checked", param=param) from None
         compilation = self._compile(cleaned)
@@ -77,14 +84,14 @@ class StructuredOutputChecker:
         if params.structured_outputs is None:
             return params
         self._check(params, param)
-        cleaned = _clean(params.structured_outputs, param)
+        cleaned = _clean(params.structured_outputs, param, self._most)
         compilation = self._compile(cleaned)
         while not compilation.done:
             concurrent.futures.wait([compilation.future], timeout=POLL_S)
         return _finish(params, cleaned, compilation, param)
 
     def _check(self, params: SamplingParams, param: str) -> None:
-        check_structured_outputs(params, param)
+        check_structured_outputs(params, self._most, param)
         if self._compiler is None:
             raise InvalidRequestError(f"{param} needs a tokenizer", param=param)
 
@@ -106,16 +113,16 @@ def _finish(
     return msgspec.structs.replace(params, structured_outputs=cleaned)
 
 
-def _clean(asked: StructuredOutputParams, param: str) -> StructuredOutputParams:
+def _clean(asked: StructuredOutputParams, param: str, most: LimitsSection) -> StructuredOutputParams:
     """The constraint with its schemas checked."""
     if asked.json is not None:
-        schema = clean_schema(_load(asked.json, param), param)
+        schema = clean_schema(_load(asked.json, param), param, most)
         return msgspec.structs.replace(asked, json=json.dumps(schema, ensure_ascii=False))
     if asked.structural_tag is not None:
         tag = _load(asked.structural_tag, param)
         for structure in tag.get("structures", ()) if isinstance(tag, dict) else ():
             if isinstance(structure, dict) and "schema" in structure:
-                structure["schema"] = clean_schema(structure["schema"], param)
+                structure["schema"] = clean_schema(structure["schema"], param, most)
         return msgspec.structs.replace(asked, structural_tag=json.dumps(tag, ensure_ascii=False))
     return asked
 

@@ -80,7 +80,7 @@ class SyncEngine:
             defaults=defaults,
         )
         self._structured = StructuredOutputChecker(
-            tokenizer, self.input.eos_token_ids, core.ready.vocab_size, self._clock, config.model.grammar_timeout_s
+            tokenizer, self.input.eos_token_ids, core.ready.vocab_size, self._clock, config.limits
         )
         self._num_seen = 0
 

@@ -13,11 +13,10 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from headrace.base.errors import InvalidRequestError
+from headrace.config.sections import LimitsSection
 from headrace.frontend.json_schema import clean_schema, inline_root
 from headrace.messages.sampling_params import StructuredOutputParams
 
-MAX_TOOLS = 128
-MAX_TOOLS_CHARS = 1 << 18
 MAX_FORCED_CALLS = 16
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
@@ -85,37 +84,38 @@ class ToolPlan:
         return StructuredOutputParams(json=json.dumps(schema))
 
 
-def plan_tools(tools: Any, tool_choice: Any, parallel: bool | None) -> ToolPlan:
+def plan_tools(tools: Any, tool_choice: Any, parallel: bool | None, most: LimitsSection) -> ToolPlan:
     """Check what a request says about tools.
 
     Raises:
         InvalidRequestError: a wrong shape, an unknown function, or a choice without tools.
     """
-    known = _parse_tools(tools)
+    known = _parse_tools(tools, most)
     mode, name = _parse_choice(tool_choice, known)
     return ToolPlan(known, mode, name, parallel is not False)
 
 
-def _parse_tools(tools: Any) -> dict[str, Tool]:
+def _parse_tools(tools: Any, most: LimitsSection) -> dict[str, Tool]:
     if tools is None:
         return {}
     if not isinstance(tools, list) or not tools:
         raise InvalidRequestError("tools must be a list that is not empty", param="tools")
-    if len(tools) > MAX_TOOLS:
-        raise InvalidRequestError(f"at most {MAX_TOOLS} tools are allowed", param="tools")
-    if len(json.dumps(tools)) > MAX_TOOLS_CHARS:
-        raise InvalidRequestError(f"tools must not be longer than {MAX_TOOLS_CHARS} characters", param="tools")
+    if len(tools) > most.max_tools:
+        raise InvalidRequestError(f"tools must not have more than {most.max_tools} entries", param="tools")
+    if len(json.dumps(tools, ensure_ascii=False)) > most.max_tools_chars:
+        message = f"tools must not be longer than {most.max_tools_chars} characters"
+        raise InvalidRequestError(message, param="tools")
     known: dict[str, Tool] = {}
     for index, tool in enumerate(tools):
         where = f"tools[{index}]"
-        parsed = _parse_tool(where, tool)
+        parsed = _parse_tool(where, tool, most)
         if parsed.name in known:
             raise InvalidRequestError(f"{where}.function.name is used twice", param=f"{where}.function.name")
         known[parsed.name] = parsed
     return known
 
 
-def _parse_tool(where: str, tool: Any) -> Tool:
+def _parse_tool(where: str, tool: Any, most: LimitsSection) -> Tool:
     if not isinstance(tool, dict) or tool.get("type", "function") != "function":
         raise InvalidRequestError(f"{where}: only tools of the type function are supported", param=f"{where}.type")
     function = tool.get("function")
@@ -132,7 +132,8 @@ def _parse_tool(where: str, tool: Any) -> Tool:
     if not isinstance(parameters, dict) or parameters.get("type", "object") != "object":
         message = f"{where}.function.parameters must be the JSON schema of an object"
         raise InvalidRequestError(message, param=f"{where}.function.parameters")
-    return Tool(name, clean_schema(parameters, f"{where}.function.parameters"), bool(function.get("strict")), tool)
+    schema = clean_schema(parameters, f"{where}.function.parameters", most)
+    return Tool(name, schema, bool(function.get("strict")), tool)
 
 
 def _parse_choice(choice: Any, tools: Tools) -> tuple[Literal["none", "auto", "required", "named"], str]:

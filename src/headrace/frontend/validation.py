@@ -23,8 +23,6 @@ MAX_CACHE_SALT_CHARS = 128
 MAX_STOP_CHARS = 8192
 MAX_BAD_WORD_CHARS = 8192
 MAX_BAD_WORD_TOKENS = 1024
-MAX_STOP_TOKENS = 128
-MAX_GRAMMAR_CHARS = 1 << 17
 PRIORITY_LIMIT = 1 << 63
 
 
@@ -146,8 +144,9 @@ def check_sampling(params: SamplingParams, num_prompt_tokens: int, limits: Reque
         raise InvalidRequestError(f"n must not be more than {limits.most.max_n}", param="n")
     _check_count("stop", len(params.stop), limits.most.max_stop_strings)
     _check_count("bad_words", len(params.bad_words), limits.most.max_bad_words)
-    _check_count("stop_token_ids", len(params.stop_token_ids), MAX_STOP_TOKENS)
-    _check_count("allowed_token_ids", len(params.allowed_token_ids or ()), limits.vocab_size)
+    _check_count("stop_token_ids", len(params.stop_token_ids), limits.most.max_stop_tokens)
+    most_allowed = min(limits.most.max_allowed_tokens, limits.vocab_size)
+    _check_count("allowed_token_ids", len(params.allowed_token_ids or ()), most_allowed)
     _check_count("logit_bias", len(params.logit_bias or ()), limits.most.max_biased_tokens)
     check_token_ids("stop_token_ids", params.stop_token_ids, limits)
     check_token_ids("logit_bias", params.logit_bias or (), limits)
@@ -161,7 +160,7 @@ def check_sampling(params: SamplingParams, num_prompt_tokens: int, limits: Reque
     num_answers = params.n * resolve_max_tokens(params, num_prompt_tokens, limits)
     _check_logprobs("logprobs", params.logprobs, num_answers, limits)
     _check_logprobs("prompt_logprobs", params.prompt_logprobs, num_prompt_tokens, limits)
-    check_structured_outputs(params, max_chars=limits.most.max_grammar_chars)
+    check_structured_outputs(params, limits.most)
 
 
 def _check_count(name: str, count: int, most: int) -> None:
@@ -182,9 +181,7 @@ def _check_logprobs(name: str, asked: int | None, num_positions: int, limits: Re
         raise InvalidRequestError(message, param=name)
 
 
-def check_structured_outputs(
-    params: SamplingParams, param: str = "structured_outputs", max_chars: int = MAX_GRAMMAR_CHARS
-) -> None:
+def check_structured_outputs(params: SamplingParams, most: LimitsSection, param: str = "structured_outputs") -> None:
     """Raise unless exactly one constraint of a sane size is set, if any; ``param`` names the field in errors."""
     asked = params.structured_outputs
     if asked is None:
@@ -196,8 +193,9 @@ def check_structured_outputs(
     if asked.choice is not None and not (asked.choice and all(asked.choice)):
         raise InvalidRequestError(f"{param}.choice must hold texts", param=param)
     texts = [asked.json, asked.regex, asked.grammar, asked.structural_tag, *(asked.choice or ())]
-    if sum(len(text) for text in texts if text is not None) > max_chars:
-        raise InvalidRequestError(f"{param} must not be longer than {max_chars} characters", param=param)
+    if sum(len(text) for text in texts if text is not None) > most.max_grammar_chars:
+        message = f"{param} must not be longer than {most.max_grammar_chars} characters"
+        raise InvalidRequestError(message, param=param)
 
 
 def check_masks(params: SamplingParams, eos: Sequence[int], bad_words: Sequence[Sequence[int]]) -> None:

@@ -48,10 +48,11 @@ def _as_dict(message: ChatMessage) -> dict[str, Any]:
 
 async def read_plan(context: ServerContext, body: ChatRequest | TokenizeRequest) -> ToolPlan:
     """What a body wants with tools, checked beside the event loop when there are any."""
+    most = context.llm.input.limits.most
     parallel = body.parallel_tool_calls if isinstance(body, ChatRequest) else None
     if body.tools is None:
-        return plan_tools(None, body.tool_choice, parallel)
-    plan = await context.llm.run_beside(plan_tools, body.tools, body.tool_choice, parallel)
+        return plan_tools(None, body.tool_choice, parallel, most)
+    plan = await context.llm.run_beside(plan_tools, body.tools, body.tool_choice, parallel, most)
     if plan.mode == "auto" and not context.llm.config.model.enable_auto_tool_choice:
         message = "tool_choice auto needs the server's --enable-auto-tool-choice; use none, required or a function"
         raise InvalidRequestError(message, param="tool_choice")

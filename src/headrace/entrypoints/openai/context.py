@@ -75,8 +75,11 @@ class ServerContext:
         return None
 
     def check_model(self, name: str | None) -> str:
-        """Return the model's name; raises `InvalidRequestError` for another one."""
-        if name is not None and name != self.model_name:
+        """Return the model's name; raises `InvalidRequestError` for another one.
+
+        What the operator called it on the command line is taken too, but never shown.
+        """
+        if name is not None and name not in (self.model_name, self.llm.config.model.model):
             message = f"this server has no such model; it serves '{self.model_name}'"
             raise InvalidRequestError(message, param="model", code="model_not_found")
         return self.model_name

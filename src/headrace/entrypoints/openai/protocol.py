@@ -12,9 +12,9 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Struct
 
+from headrace.config.sections import MAX_MESSAGES
 from headrace.messages.sampling_params import SamplingParams
 
-MAX_MESSAGES = 4096
 MAX_ID_CHARS = 128
 MAX_ABORTED = 4096
 MAX_SALT_CHARS = 128
