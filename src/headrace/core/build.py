@@ -61,7 +61,7 @@ def make_grammar(config: EngineConfig, clock: Clock) -> GrammarManager:
         return TokenizerSource.from_loaded(loaded, config.architecture.eos_token_ids)
 
     vocab_size = config.architecture.vocab_size
-    return GrammarManager(LLGuidanceCompiler(load, vocab_size, clock, config.model.grammar_timeout_s), vocab_size)
+    return GrammarManager(LLGuidanceCompiler(load, vocab_size, clock, config.limits.grammar_timeout_s), vocab_size)
 
 
 def describe_cause(error: BaseException) -> str:
