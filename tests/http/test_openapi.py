@@ -6,12 +6,13 @@ import importlib
 from collections.abc import Iterator
 
 import pytest
+import schemathesis
 from hypothesis import HealthCheck, given, settings
 
 from headrace.entrypoints.openai.app import openapi_document
 from tests.simulated_service import SimulatedService, threaded_service
 
-EXAMPLES = 60
+FEW, MANY = 8, 100
 CHECKS = ("not_a_server_error", "status_code_conformance", "content_type_conformance", "response_schema_conformance")
 
 
@@ -21,19 +22,23 @@ def service() -> Iterator[SimulatedService]:
         yield running
 
 
-@pytest.mark.long
-@pytest.mark.timeout(1200)
+@pytest.mark.parametrize(
+    "count",
+    [
+        pytest.param(FEW, marks=pytest.mark.slow),
+        pytest.param(MANY, marks=[pytest.mark.long, pytest.mark.timeout(1200)]),
+    ],
+)
 @pytest.mark.parametrize("path", sorted(openapi_document()["paths"]))
 @pytest.mark.filterwarnings("default")
-def test_the_page_is_kept(service: SimulatedService, path: str) -> None:
-    schemathesis = pytest.importorskip("schemathesis", reason="install the clients extra")
+def test_the_page_is_kept(service: SimulatedService, path: str, count: int) -> None:
     checks = [getattr(importlib.import_module("schemathesis.checks"), name) for name in CHECKS]
     schema = schemathesis.openapi.from_dict(openapi_document())
     # A followed feed never ends by itself.
     operations = [] if path.endswith("/feed") else list(schema[path].values())
     for operation in operations:
 
-        @settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+        @settings(max_examples=count, deadline=None, suppress_health_check=list(HealthCheck), database=None)
         @given(case=operation.as_strategy())
         def play(case: object) -> None:
             reply = case.call(base_url=service.url, timeout=10)  # type: ignore[attr-defined]

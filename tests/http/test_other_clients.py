@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from typing import Any, Literal
 
+import instructor
 import openai
 import pytest
 from pydantic import BaseModel
@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from tests.http_service import MODEL
 from tests.simulated_service import SimulatedService, threaded_service
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(300), pytest.mark.filterwarnings("default")]
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
 MESSAGES: Any = [{"role": "user", "content": "Hi"}]
 
 
@@ -31,9 +31,13 @@ def service() -> Iterator[SimulatedService]:
 
 
 @pytest.fixture(scope="module")
-def litellm() -> Any:
-    os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"
-    return pytest.importorskip("litellm", reason="install the clients extra")
+def litellm() -> Iterator[Any]:
+    """Imported late, since it fetches its prices as it is imported, unless told not to."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")
+        import litellm
+
+        yield litellm
 
 
 def test_litellm(service: SimulatedService, litellm: Any) -> None:
@@ -52,7 +56,6 @@ def test_litellm(service: SimulatedService, litellm: Any) -> None:
 
 @pytest.mark.parametrize("mode", ["JSON_SCHEMA", "TOOLS"])
 def test_instructor(service: SimulatedService, mode: str) -> None:
-    instructor = pytest.importorskip("instructor", reason="install the clients extra")
     with openai.OpenAI(base_url=f"{service.url}/v1", api_key="none", max_retries=0) as inner:
         client = instructor.from_openai(inner, mode=getattr(instructor.Mode, mode))
         answer = client.chat.completions.create(
