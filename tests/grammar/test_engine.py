@@ -163,6 +163,21 @@ def test_a_compilation_that_takes_too_long_counts_as_failed() -> None:
     assert compiler.compile(StructuredOutputParams(regex="a")) is again, "what is known is not compiled again"
 
 
+def test_what_the_first_grammar_would_wait_for_can_be_made_before() -> None:
+    begun = []
+    compiler = LLGuidanceCompiler(lambda: begun.append(1) or source_of(BYTES, "<end>"), VOCAB, SystemClock(), 5.0)  # type: ignore[func-returns-value]
+    compiler.prepare()
+    compilation = compiler.compile(StructuredOutputParams(json_object=True))
+    wait([compilation.future])
+    assert compilation.done and compilation.get_error() is None
+    assert len(begun) == 1
+    broken = LLGuidanceCompiler(lambda: TokenizerSource("not JSON", [END], {}), VOCAB, SystemClock(), 5.0)
+    broken.prepare()
+    refused = broken.compile(StructuredOutputParams(regex="a"))
+    wait([refused.future])
+    assert "tokenizer cannot be used" in (refused.done and refused.get_error() or "")
+
+
 class _FailingMatcher:
     def accept(self, token_ids: list[int]) -> str | None:
         return "no"

@@ -35,8 +35,16 @@ def build_core(
     options: dict[str, Any],
     progress: ProgressWord,
     clock: Clock | None = None,
+    *,
+    prepares_grammars: bool = False,
 ) -> EngineCore:
     """Load the model and return a core that can serve.
+
+    Args:
+        config: resolved.
+        executor: dotted path of its factory, which takes ``options``.
+        progress: advances with every step.
+        prepares_grammars: have a thread do now what the first grammar would wait for, and others with it.
 
     Raises:
         ConfigError, ModelFileError: the operator's fault, with the remedy.
@@ -45,14 +53,19 @@ def build_core(
     try:
         clock = clock or SystemClock()
         watching = make_watching(config, clock)
-        return EngineCore(config, made, clock, grammar=make_grammar(config, clock), **watching.parts())
+        compiler = make_compiler(config, clock)
+        grammar = GrammarManager(compiler, config.architecture.vocab_size)
+        core = EngineCore(config, made, clock, grammar=grammar, **watching.parts())
+        if prepares_grammars:
+            compiler.prepare()
+        return core
     except BaseException:
         made.shutdown()
         raise
 
 
-def make_grammar(config: EngineConfig, clock: Clock) -> GrammarManager:
-    """Grammars over the model's tokenizer, which is loaded when the first one is asked for."""
+def make_compiler(config: EngineConfig, clock: Clock) -> LLGuidanceCompiler:
+    """A compiler of grammars over the model's tokenizer, which is loaded when the first one is asked for."""
 
     def load() -> TokenizerSource:
         from headrace.model_files.tokenizer import load_tokenizer
@@ -60,8 +73,7 @@ def make_grammar(config: EngineConfig, clock: Clock) -> GrammarManager:
         loaded = load_tokenizer(config.model.tokenizer or config.model_path)
         return TokenizerSource.from_loaded(loaded, config.architecture.eos_token_ids)
 
-    vocab_size = config.architecture.vocab_size
-    return GrammarManager(LLGuidanceCompiler(load, vocab_size, clock, config.limits.grammar_timeout_s), vocab_size)
+    return LLGuidanceCompiler(load, config.architecture.vocab_size, clock, config.limits.grammar_timeout_s)
 
 
 def describe_cause(error: BaseException) -> str:

@@ -109,6 +109,11 @@ class GrammarTokenizer:
         """The bytes that a token stands for, none for special ones."""
         return b"" if self.backend.is_special_token(token_id) else self.backend.decode_bytes([token_id])
 
+    def find_runs(self) -> None:
+        """Make the masks that bound runs of numbers and white space."""
+        for alphabet, _ in _RUNS:
+            self.starting_with(alphabet)
+
     def starting_with(self, alphabet: bytes) -> np.ndarray:
         """The words of a mask of the tokens whose first byte is in ``alphabet``."""
         with self._lock:
@@ -237,9 +242,8 @@ def compile_grammar(params: StructuredOutputParams, tokenizer: GrammarTokenizer)
         raise GrammarError(explain(probe.get_error()))
     bounds_runs = params.json is not None or params.json_object
     if bounds_runs:
-        # Made here, on a thread, and not when the first run is met.
-        for alphabet, _ in _RUNS:
-            tokenizer.starting_with(alphabet)
+        # Here, on a thread, and not when the first run is met.
+        tokenizer.find_runs()
     return CompiledGrammar(matcher, tokenizer, bounds_runs, first)
 
 
@@ -318,6 +322,10 @@ class LLGuidanceCompiler:
         self._tokenizer: GrammarTokenizer | GrammarError | None = None
         self._cache: OrderedDict[StructuredOutputParams, GrammarCompilation] = OrderedDict()
 
+    def prepare(self) -> None:
+        """Begin to make the library's tokenizer, which holds the interpreter for a while and stalls all threads."""
+        self._pool.submit(self._prepare)
+
     def compile(self, params: StructuredOutputParams) -> GrammarCompilation:
         """Begin to compile, or return what is there for equal parameters."""
         known = self._cache.get(params)
@@ -347,6 +355,11 @@ class LLGuidanceCompiler:
         except Exception as error:
             logger.exception("compiling a grammar failed")
             return GrammarError(f"compiling the grammar failed: {type(error).__name__}")
+
+    def _prepare(self) -> None:
+        tokenizer = self._get_tokenizer()
+        if isinstance(tokenizer, GrammarTokenizer):
+            tokenizer.find_runs()
 
     def _get_tokenizer(self) -> GrammarTokenizer | GrammarError:
         with self._lock:

@@ -195,7 +195,7 @@ def main(folder: str, parent_pid: int, preload: str) -> int:
     try:
         load_factory(start.executor)
         imported = now()
-        core = build_core(start.config, start.executor, start.options, progress)
+        core = build_core(start.config, start.executor, start.options, progress, prepares_grammars=True)
     except Exception as error:
         logger.debug("the engine core cannot start", exc_info=True)
         sockets.close(as_failure(error))

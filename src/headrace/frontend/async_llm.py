@@ -35,6 +35,7 @@ from headrace.frontend.input_processor import (
     Prompt,
     PromptTokens,
     RequestOptions,
+    merge_eos,
     spread_params,
 )
 from headrace.frontend.observer import NullObserver, RequestObserver
@@ -99,7 +100,9 @@ class AsyncLLM:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._watch = ProgressWatch(self._clock.monotonic())
         self._input: InputProcessor | None = None
-        self._structured: StructuredOutputChecker | None = None
+        vocab_size = config.architecture.vocab_size
+        eos_token_ids = merge_eos(tokenizer, config.architecture.eos_token_ids, vocab_size)
+        self._structured = StructuredOutputChecker(tokenizer, eos_token_ids, vocab_size, self._clock, config.limits)
         self._ready: CoreReady | None = None
         self._dead: EngineDeadError | None = None
         self._accepting = False
@@ -119,18 +122,18 @@ class AsyncLLM:
             eos_token_ids=self.config.architecture.eos_token_ids,
             defaults=self._defaults,
         )
-        self._structured = StructuredOutputChecker(
-            self.tokenizer,
-            self._input.eos_token_ids,
-            ready.vocab_size,
-            self._clock,
-            self.config.limits,
-        )
         self._ready = ready
         self._accepting = True
         self._spawn(self._take_outputs())
         self._spawn(self._watch_progress())
         return ready
+
+    def prepare_grammars(self) -> None:
+        """Have a thread do now what the first structured output would wait for, and all others with it.
+
+        Best while the core loads: part of it lets no other thread run.
+        """
+        self._structured.prepare()
 
     @property
     def ready(self) -> CoreReady:
@@ -359,8 +362,6 @@ class AsyncLLM:
         """Return the parameters with a structured output that is known to be enforceable; ``param`` is for errors."""
         if not isinstance(params, SamplingParams) or params.structured_outputs is None:
             return params
-        if self._structured is None:
-            raise NotAcceptingError("the engine is not ready")
         return await self._structured.check(params, param)
 
     # Text, beside the loop when it is long.

@@ -75,9 +75,7 @@ class InputProcessor:
         self.tokenizer = tokenizer
         self.limits = limits
         self.defaults = dict(defaults or {})
-        own = tokenizer.eos_token_ids if tokenizer is not None else ()
-        known = dict.fromkeys([*own, *eos_token_ids])
-        self.eos_token_ids = tuple(token_id for token_id in known if 0 <= token_id < limits.vocab_size)
+        self.eos_token_ids = merge_eos(tokenizer, eos_token_ids, limits.vocab_size)
         self._seed = seed
         self._id_suffix = id_suffix
         self._numbers = itertools.count()
@@ -186,6 +184,12 @@ class InputProcessor:
                 spellings[tuple(self.tokenizer.encode(text, add_special_tokens=False))] = None
         validation.check_bad_words(list(spellings), self.limits)
         return tuple(spellings)
+
+
+def merge_eos(tokenizer: Tokenizer | None, more: Sequence[int], vocab_size: int) -> tuple[int, ...]:
+    """Return every id that ends a text: the tokenizer's, and ``more`` of the model's."""
+    own = tokenizer.eos_token_ids if tokenizer is not None else ()
+    return tuple(token_id for token_id in dict.fromkeys([*own, *more]) if 0 <= token_id < vocab_size)
 
 
 def spread_params(
