@@ -145,6 +145,7 @@ async def _start(
         await asyncio.sleep(0)
         await asyncio.to_thread(_import_http)
         start_up.front_end_is_ready()
+        llm.prepare_grammars()
         ready = await starting
     finally:
         starting.cancel()
