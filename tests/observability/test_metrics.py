@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
@@ -12,50 +14,107 @@ from headrace.observability.instruments import Histogram, one_two_five
 from headrace.observability.metrics import EngineMetrics
 from headrace.observability.stats_log import StatsLog
 
-# What routers and dashboards read, by Prometheus type.
-PROMISED = {
-    "gauge": [
-        "vllm:num_requests_running",
-        "vllm:num_requests_waiting",
-        "vllm:num_requests_waiting_by_reason",
-        "vllm:num_requests_kv_fetch_by_stage",
-        "vllm:kv_cache_usage_perc",
-        "vllm:cache_config_info",
-    ],
-    "counter": [
-        "vllm:prompt_tokens",
-        "vllm:prompt_tokens_by_source",
-        "vllm:prompt_tokens_cached",
-        "vllm:generation_tokens",
-        "vllm:num_preemptions",
-        "vllm:prefix_cache_queries",
-        "vllm:prefix_cache_hits",
-        "vllm:request_success",
-        "vllm:admission_rejections",
-    ],
-    "histogram": [
-        "vllm:iteration_tokens_total",
-        "vllm:time_to_first_token_seconds",
-        "vllm:inter_token_latency_seconds",
-        "vllm:request_time_per_output_token_seconds",
-        "vllm:e2e_request_latency_seconds",
-        "vllm:request_queue_time_seconds",
-        "vllm:request_prefill_time_seconds",
-        "vllm:request_decode_time_seconds",
-        "vllm:request_inference_time_seconds",
-        "vllm:request_prompt_tokens",
-        "vllm:request_generation_tokens",
-        "vllm:request_max_num_generation_tokens",
-        "vllm:request_params_n",
-        "vllm:request_params_max_tokens",
-        "vllm:request_num_preemptions",
-        "vllm:request_prefill_kv_computed_tokens",
-    ],
+SECONDS = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
+GAPS = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
+FIRST = (
+    0.001,
+    0.005,
+    0.01,
+    0.02,
+    0.04,
+    0.06,
+    0.08,
+    0.1,
+    0.25,
+    0.5,
+    0.75,
+    1,
+    2.5,
+    5,
+    7.5,
+    10,
+    20,
+    40,
+    80,
+    160,
+    640,
+    2560,
+)
+TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000)
+STAYS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800)
+STEPS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+BASE = ("model_name", "engine")
+
+# The platform's contract, line by line: labels of gauges and counters, bounds of histograms.
+GAUGES: dict[str, tuple[str, ...]] = {
+    "num_requests_running": BASE,
+    "num_requests_waiting": BASE,
+    "num_requests_waiting_by_reason": (*BASE, "reason"),
+    "num_requests_kv_fetch_by_stage": (*BASE, "stage"),
+    "kv_cache_usage_perc": BASE,
+    "engine_sleep_state": (*BASE, "sleep_state"),
+    "lora_requests_info": ("max_lora", "waiting_lora_adapters", "running_lora_adapters"),
+    "cache_config_info": (*BASE, "block_size", "num_gpu_blocks"),
 }
+COUNTERS: dict[str, tuple[str, ...]] = {
+    "prompt_tokens": BASE,
+    "prompt_tokens_cached": BASE,
+    "prompt_tokens_by_source": (*BASE, "source"),
+    "generation_tokens": BASE,
+    "num_preemptions": BASE,
+    "prefix_cache_queries": BASE,
+    "prefix_cache_hits": BASE,
+    "external_prefix_cache_queries": BASE,
+    "external_prefix_cache_hits": BASE,
+    "mm_cache_queries": BASE,
+    "mm_cache_hits": BASE,
+    "corrupted_requests": BASE,
+    "request_success": (*BASE, "finished_reason"),
+    "admission_rejections": ("model_name", "reason"),
+    "watermark_requests": (*BASE, "status"),
+}
+HISTOGRAMS: dict[str, tuple[float, ...]] = {
+    "iteration_tokens_total": STEPS,
+    "e2e_request_latency_seconds": SECONDS,
+    "time_to_first_token_seconds": FIRST,
+    "inter_token_latency_seconds": GAPS,
+    "request_time_per_output_token_seconds": GAPS,
+    "request_queue_time_seconds": SECONDS,
+    "request_prefill_time_seconds": SECONDS,
+    "request_decode_time_seconds": SECONDS,
+    "request_inference_time_seconds": SECONDS,
+    "request_prompt_tokens": TOKENS,
+    "request_generation_tokens": TOKENS,
+    "request_max_num_generation_tokens": TOKENS,
+    "request_params_n": (1, 2, 5, 10, 20),
+    "request_params_max_tokens": TOKENS,
+    "request_num_preemptions": (0, 1, 2, 5, 10, 20),
+    "request_prefill_kv_computed_tokens": TOKENS,
+    "kv_block_lifetime_seconds": STAYS,
+    "kv_block_idle_before_evict_seconds": STAYS,
+    "kv_block_reuse_gap_seconds": STAYS,
+}
+OWN: dict[str, tuple[str, ...]] = {
+    "progress_age_seconds": BASE,
+    "waiting_reasons": (*BASE, "reason"),
+    "step_phase_seconds": (*BASE, "phase"),
+    "cause_seconds": (*BASE, "cause"),
+    "graph_steps": (*BASE, "mode"),
+    "recompute_tokens": BASE,
+}
+# What belongs to parts that are not there: nothing drafts tokens, nothing transfers KV by NIXL.
+ABSENT = ("spec_decode_", "nixl_")
+BUSY = SchedulerStats(
+    num_running=1,
+    waiting_reasons={"no_blocks": 1},
+    phase_seconds={"forward": 1.0},
+    cause_seconds={"decode": 1.0},
+    graph_steps={"FULL": 1},
+)
 
 
 def make_metrics() -> EngineMetrics:
-    metrics = EngineMetrics("m", 2048)
+    metrics = EngineMetrics("m", 2048, samples_blocks=True)
     metrics.attach({"block_size": 16, "num_gpu_blocks": 10}, lambda: 0.5)
     return metrics
 
@@ -70,19 +129,69 @@ def samples(metrics: EngineMetrics) -> dict[str, float]:
     return found
 
 
-def test_names_and_types() -> None:
-    kinds = {family.name: family.type for family in text_string_to_metric_families(make_metrics().render().decode())}
-    for kind, names in PROMISED.items():
-        for name in names:
-            assert kinds[name] == kind, name
-    assert not [name for name in kinds if not name.startswith(("vllm:", "headrace:"))]
+def test_the_contract_to_the_letter() -> None:
+    metrics = make_metrics()
+    metrics.stats_arrived(BUSY)
+    families = {f.name: f for f in text_string_to_metric_families(metrics.render().decode())}
+    expected = {f"vllm:{n}": "gauge" for n in GAUGES} | {f"vllm:{n}": "counter" for n in COUNTERS}
+    expected |= {f"vllm:{n}": "histogram" for n in HISTOGRAMS}
+    assert {n: f.type for n, f in families.items() if n.startswith("vllm:")} == expected
+    assert {n for n in families if not n.startswith("vllm:")} == {f"headrace:{n}" for n in OWN}
+    labels = {f"vllm:{n}": names for n, names in (GAUGES | COUNTERS).items()}
+    labels |= {f"headrace:{n}": names for n, names in OWN.items()} | {f"vllm:{n}": (*BASE, "le") for n in HISTOGRAMS}
+    for name, family in families.items():
+        series = [s for s in family.samples if not s.name.endswith(("_sum", "_count"))]
+        assert series, name
+        for sample in series:
+            assert sorted(sample.labels) == sorted(labels[name]), name
+    for name, bounds in HISTOGRAMS.items():
+        told = [s.labels["le"] for s in families[f"vllm:{name}"].samples if s.name.endswith("_bucket")]
+        assert [float(le) for le in told] == [*bounds, float("inf")], name
+    assert not [name for name in families if name.startswith(tuple(f"vllm:{part}" for part in ABSENT))]
 
 
-def test_every_series_has_the_base_labels() -> None:
-    for family in text_string_to_metric_families(make_metrics().render().decode()):
-        for sample in family.samples:
-            assert sample.labels["model_name"] == "m"
-            assert sample.labels["engine"] == "0"
+def test_values_of_labels() -> None:
+    seen = samples(make_metrics())
+    for name, values in {
+        "prompt_tokens_by_source_total,source": ("local_compute", "local_cache_hit", "external_kv_transfer"),
+        "request_success_total,finished_reason": ("stop", "length", "abort", "error"),
+        "num_requests_waiting_by_reason,reason": ("capacity", "deferred"),
+        "num_requests_kv_fetch_by_stage,stage": ("waiting_to_start", "in_progress", "completed_waiting"),
+        "engine_sleep_state,sleep_state": ("awake", "weights_offloaded", "discard_all"),
+    }.items():
+        assert {key for key in seen if key.startswith(f"vllm:{name}=")} == {f"vllm:{name}={v}" for v in values}
+
+
+def test_lifetimes_of_blocks_are_told_only_when_sampled() -> None:
+    text = EngineMetrics("m", 2048).render().decode()
+    assert "kv_block" not in text
+
+
+def test_sleep_adapters_and_connector() -> None:
+    metrics = make_metrics()
+    assert samples(metrics)["vllm:engine_sleep_state,sleep_state=awake"] == 1
+    before = time.time()
+    metrics.stats_arrived(
+        SchedulerStats(
+            sleep_level=2,
+            running_adapters=["poet", "sage"],
+            external_queries=10,
+            external_hits=4,
+            num_corrupted=1,
+            num_watermark_held=3,
+            histograms={"step_tokens": ([0] * 13 + [2], 50000.0), "kv_block_lifetime": ([1] + [0] * 21, 0.0005)},
+        )
+    )
+    seen = samples(metrics)
+    assert seen["vllm:engine_sleep_state,sleep_state=awake"] == 0
+    assert seen["vllm:engine_sleep_state,sleep_state=discard_all"] == 1
+    adapters = "max_lora=0,running_lora_adapters=poet,sage,waiting_lora_adapters="
+    assert before <= seen[f"vllm:lora_requests_info,{adapters}"] <= time.time()
+    assert seen["vllm:external_prefix_cache_hits_total"] == 4
+    assert seen["vllm:corrupted_requests_total"] == 1
+    assert seen["vllm:watermark_requests_total,status=held"] == 3
+    assert seen["vllm:iteration_tokens_total_count"] == 2 and seen["vllm:iteration_tokens_total_sum"] == 50000
+    assert seen["vllm:kv_block_lifetime_seconds_count"] == 1
 
 
 def test_a_request() -> None:
@@ -150,19 +259,15 @@ def test_an_abort_before_the_first_token() -> None:
 def test_gauges_follow_the_scheduler() -> None:
     metrics = make_metrics()
     metrics.stats_arrived(
-        SchedulerStats(
-            num_running=2, num_waiting=3, kv_cache_usage=0.25, prompt_tokens=10, waiting_reasons={"grammar": 1}
-        )
+        SchedulerStats(num_running=2, num_waiting=3, kv_cache_usage=0.25, waiting_reasons={"grammar": 1})
     )
     seen = samples(metrics)
     assert seen["vllm:num_requests_running"] == 2
     assert seen["vllm:num_requests_waiting_by_reason,reason=capacity"] == 2
     assert seen["vllm:num_requests_waiting_by_reason,reason=deferred"] == 1
     assert seen["vllm:kv_cache_usage_perc"] == 0.25
-    assert seen["vllm:iteration_tokens_total_sum"] == 10
-    metrics.stats_arrived(SchedulerStats(prompt_tokens=10))
+    metrics.stats_arrived(SchedulerStats())
     assert samples(metrics)["vllm:num_requests_running"] == 0
-    assert samples(metrics)["vllm:iteration_tokens_total_count"] == 1
     assert samples(metrics)["vllm:cache_config_info,block_size=16,num_gpu_blocks=10"] == 1
 
 

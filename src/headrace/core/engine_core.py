@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
+import msgspec
 from msgspec import to_builtins
 
 from headrace.base.clock import Clock
@@ -34,7 +35,14 @@ from headrace.core.recovery import StepRecovery
 from headrace.executor.base import Executor
 from headrace.kv_connector.protocol import SchedulerConnector
 from headrace.messages.kv_cache import KVCacheConfig
-from headrace.messages.outputs import ControlReply, CoreReady, EngineCoreOutput, EngineCoreOutputs, FinishReason
+from headrace.messages.outputs import (
+    ControlReply,
+    CoreReady,
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    FinishReason,
+    SchedulerStats,
+)
 from headrace.messages.requests import (
     Abort,
     AddLora,
@@ -107,6 +115,7 @@ class EngineCore:
         self.config = config
         self.state = CoreState.READY
         self.stalled = False
+        self._sleep_level = 0
         self._executor = executor
         self._clock = clock
         self._recorder = recorder if recorder is not None else NullStepRecorder()
@@ -281,12 +290,16 @@ class EngineCore:
         if self._has_news and (idle or now >= self._stats_due):
             self._has_news = False
             self._stats_due = now + STATS_INTERVAL_S
-            self._outbox.set_stats(0, self._recorder.add_totals(self.scheduler.make_stats()))
+            self._outbox.set_stats(0, self._make_stats())
         outputs = self._outbox.take()
         self._recorder.on_output(self._clock.monotonic())
         for act in self._after_step:
             act()
         return outputs
+
+    def _make_stats(self) -> SchedulerStats:
+        stats = self._recorder.add_totals(self.scheduler.make_stats())
+        return msgspec.structs.replace(stats, sleep_level=self._sleep_level) if self._sleep_level else stats
 
     def _quiesce(self) -> None:
         """Commit everything in flight, so that nothing runs."""
@@ -307,6 +320,8 @@ class EngineCore:
         self._forget_kv()
         self._executor.control(request)
         self.state = state
+        self._sleep_level, self._has_news = request.level, True
+        self.scheduler.hold_waiting(self._clock.monotonic())
 
     def _wake(self, request: Wake) -> str:
         state = next_state(self.state, Verb.WAKE)
@@ -317,12 +332,14 @@ class EngineCore:
         # KV blocks come last: without them nothing can run.
         if not request.tags or "kv_cache" in request.tags:
             self.state = state
+            self._sleep_level, self._has_news = 0, True
         return self.state.value
 
     def _reload(self, request: Reload) -> None:
         self._move(Verb.RELOAD)
         try:
             self._forget_kv()
+            self.scheduler.hold_waiting(self._clock.monotonic())
             self._executor.control(request)
         finally:
             self._move(Verb.RELOADED)
@@ -345,7 +362,7 @@ class EngineCore:
     def _query(self, request: Query) -> Any:
         topics: dict[str, Callable[[], Any]] = {
             "state": self._describe_state,
-            "stats": lambda: to_builtins(self._recorder.add_totals(self.scheduler.make_stats())),
+            "stats": lambda: to_builtins(self._make_stats()),
             "config": lambda: to_builtins(self.config),
             "kv_blocks": self.scheduler.kv.get_block_states,
             "attention": lambda: {"chosen": self.ready.attention, "refused": self._refused_attention},

@@ -108,7 +108,8 @@ class RecordingScheduler(Scheduler):
     def __init__(self, writer: RecordWriter, section: Any, kv: Any, **parts: Any) -> None:
         self._writer = writer
         self._answers = Answers()
-        connector = parts.pop("connector", None) or NullConnector()
+        given = parts.pop("connector", None)
+        connector = given or NullConnector()
         grammar = parts.pop("grammar", None) or NullGrammar()
         super().__init__(
             section,
@@ -117,6 +118,7 @@ class RecordingScheduler(Scheduler):
             grammar=RecordedGrammar(grammar, self._answers),
             **parts,
         )
+        self._state.has_connector = given is not None
         self._numbers: dict[str, int] = {}
         self._num_requests = 0
         self._known: dict[str, Request] = {}

@@ -10,9 +10,10 @@ from headrace.base.clock import Clock
 from headrace.config.sections import EngineConfig
 from headrace.control.kv_cache.events import EventSink
 from headrace.control.scheduler.scheduler import Scheduler
-from headrace.core.kv_events import EventTee, IndexSink
+from headrace.core.kv_events import EventTee, IndexSink, ResidencySink
 from headrace.core.kv_publisher import KVEventPublisher, parse_kv_events_config
 from headrace.observability.flight_recorder.block_index import BlockIndex
+from headrace.observability.flight_recorder.block_residency import BlockResidency
 from headrace.observability.flight_recorder.recorder import FlightRecorder
 from headrace.observability.flight_recorder.views import RecorderViews
 
@@ -40,8 +41,11 @@ def make_watching(config: EngineConfig, clock: Clock) -> Watching:
         ConfigError: a file or an address that cannot be used.
     """
     settings = config.observability
-    recorder = FlightRecorder(BlockIndex(across_salts=settings.explain_across_salts))
+    residency = BlockResidency(settings.kv_block_sample)
+    recorder = FlightRecorder(BlockIndex(across_salts=settings.explain_across_salts), residency=residency)
     sinks: list[EventSink] = [IndexSink(recorder.index, lambda: recorder.step_id)]
+    if residency.active:
+        sinks.append(ResidencySink(residency, clock))
     closers: list[Callable[[], None]] = []
     make_scheduler: Callable[..., Scheduler] = Scheduler  # type: ignore[no-redef]
     if settings.record is not None:

@@ -52,7 +52,8 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """Live state and running totals of the scheduler; totals count since start.
 
     ``phase_seconds`` are parts of steps, ``cause_seconds`` is the time of requests by what it went to, ``graph_steps``
-    counts steps by graph mode.
+    counts steps by graph mode. ``histograms`` holds, by name, the counts of each bucket and the sum of the values.
+    ``sleep_level`` is 0 while awake.
     """
 
     num_running: int = 0
@@ -65,10 +66,19 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     prefix_queries: int = 0
     prefix_hits: int = 0
     recompute_tokens: int = 0
+    external_queries: int = 0
+    external_hits: int = 0
+    num_corrupted: int = 0
+    num_watermark_admitted: int = 0
+    num_watermark_held: int = 0
+    sleep_level: int = 0
+    running_adapters: list[str] = []
+    waiting_adapters: list[str] = []
     waiting_reasons: dict[str, int] = {}
     phase_seconds: dict[str, float] = {}
     cause_seconds: dict[str, float] = {}
     graph_steps: dict[str, int] = {}
+    histograms: dict[str, tuple[list[int], float]] = {}
 
 
 class ControlReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -14,6 +14,7 @@ class EngineCoreRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
 
     ``sampling.seed`` and ``sampling.max_tokens`` are always set here. ``eos_token_ids`` is empty under ``ignore_eos``;
     ``bad_words_token_ids`` holds every spelling of the bad words. Times are `Clock.monotonic` seconds.
+    ``owner`` names who sent it, so that explanations tell nobody about others; it decides nothing.
     ``fault`` is a test hook, never set by HTTP: ``phase`` is forward, sample or logits, ``repeat`` is once or always,
     ``at`` is the position from which it strikes.
     """
@@ -27,6 +28,7 @@ class EngineCoreRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     client_index: int = 0
     priority: int = 0
     cache_salt: str | None = None
+    owner: str | None = None
     lora_name: str | None = None
     kv_transfer_params: dict[str, Any] | None = None
     fault: dict[str, Any] | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 NO_TOKEN_LEFT = "the request's constraints leave no token to choose from"
+NON_FINITE = "the model produced logits that are not finite"
 """The error of a row whose masks together forbid every token; the request is at fault, not the engine."""
 
 

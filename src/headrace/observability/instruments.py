@@ -6,10 +6,11 @@ for every token. Scraping reads them from the same loop.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
+
+from headrace.observability.buckets import Buckets
 
 
 class Counter:
@@ -35,43 +36,15 @@ class Counter:
         return family
 
 
-class Histogram:
-    """Counts per bucket; ``bounds`` are the upper ends, ascending, without infinity."""
+class Histogram(Buckets):
+    """Named buckets."""
 
-    __slots__ = ("_counts", "_sum", "bounds", "help_text", "name")
+    __slots__ = ("help_text", "name")
 
     def __init__(self, name: str, help_text: str, bounds: Sequence[float]) -> None:
+        super().__init__(bounds)
         self.name = name
         self.help_text = help_text
-        self.bounds = list(bounds)
-        self._counts = [0] * (len(self.bounds) + 1)
-        self._sum = 0.0
-
-    def observe(self, value: float, times: int = 1) -> None:
-        """Count ``value``, ``times`` times."""
-        self._counts[bisect_left(self.bounds, value)] += times
-        self._sum += value * times
-
-    @property
-    def count(self) -> int:
-        """Number of values."""
-        return sum(self._counts)
-
-    @property
-    def sum(self) -> float:
-        """Sum of values."""
-        return self._sum
-
-    def quantile(self, share: float) -> float:
-        """The value below which a share of all lies, spread evenly within its bucket; 0 when there is none."""
-        wanted = share * self.count
-        running, low = 0.0, 0.0
-        for bound, count in zip(self.bounds, self._counts, strict=False):
-            if count and running + count >= wanted:
-                return low + (bound - low) * max(0.0, wanted - running) / count
-            running += count
-            low = bound
-        return low
 
     def family(self, base: dict[str, str]) -> HistogramMetricFamily:
         """The Prometheus form: cumulative buckets."""

@@ -7,6 +7,7 @@ event; they therefore equal the sums of the clients' own ``usage``. Knows nothin
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 
 from headrace.messages.outputs import RequestTimes, SchedulerStats
+from headrace.observability.buckets import RESIDENCY_S, STEP_TOKENS
 from headrace.observability.instruments import Counter, Histogram, one_two_five
 
 CONTENT_TYPE: str = CONTENT_TYPE_LATEST
@@ -26,11 +28,10 @@ _TTFT = (*_SHORT, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560
 _GAP = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
 _SECONDS = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0)
 _LATENCY = (*_SECONDS, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0)
-_STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 _SMALL = (1, 2, 5, 10, 20)
 _REASONS = ("stop", "length", "abort", "error")
 # Causes of waiting that more capacity would not cure at once; everything else counts as a lack of capacity.
-_DEFERRED = frozenset({"grammar", "remote_kvs", "external_hit", "steps_in_flight"})
+_DEFERRED = frozenset({"grammar", "remote_kvs", "external_hit", "steps_in_flight", "drain"})
 
 
 @dataclass(slots=True)
@@ -50,14 +51,17 @@ class EngineMetrics(Collector):
     Args:
         model_name: the label ``model_name``.
         max_model_len: upper end of the token buckets.
+        samples_blocks: whether the core measures the lifetimes of KV blocks.
     """
 
-    def __init__(self, model_name: str, max_model_len: int) -> None:
+    def __init__(self, model_name: str, max_model_len: int, *, samples_blocks: bool = False) -> None:
         self._base = {"model_name": model_name, "engine": "0"}
+        # Refusals happen before an engine is chosen.
+        self._model_only = {"model_name": model_name}
         self._cache_info: dict[str, str] = {}
         self._progress_age: Callable[[], float] = lambda: 0.0
-        self._step_total = 0
         self.stats = SchedulerStats()
+        self._shipped = _make_shipped(samples_blocks)
         self._flows: dict[str, _Flow] = {}
         self._make_counters()
         self._make_histograms(one_two_five(max_model_len))
@@ -103,7 +107,6 @@ class EngineMetrics(Collector):
         self.req_max = make("vllm:request_params_max_tokens", "max_tokens of a request.", token_bounds)
         self.req_n = make("vllm:request_params_n", "n of a request.", _SMALL)
         self.req_preempted = make("vllm:request_num_preemptions", "Preemptions of a request.", (0, 1, 2, 5, 10, 20))
-        self.step_tokens = make("vllm:iteration_tokens_total", "Tokens of a step.", _STEP_TOKENS)
 
     # The output path calls these, on the event loop.
 
@@ -184,21 +187,20 @@ class EngineMetrics(Collector):
         self.rejections.add(1, reason)
 
     def stats_arrived(self, stats: SchedulerStats) -> None:
-        """The scheduler reported its state; the tokens of the step follow from its totals."""
-        total = stats.prompt_tokens + stats.generation_tokens + stats.recompute_tokens
-        if total > self._step_total:
-            self.step_tokens.observe(total - self._step_total)
-        self._step_total = total
+        """The core reported its state."""
         self.stats = stats
+        for name, dumped in stats.histograms.items():
+            if name in self._shipped:
+                self._shipped[name].load(dumped)
 
     # Scraping.
 
     def collect(self) -> Iterator[Metric]:
         """All families, gauges read now."""
         yield from self._gauges()
-        for value in vars(self).values():
+        for value in [*vars(self).values(), *self._shipped.values()]:
             if isinstance(value, (Counter, Histogram)):
-                yield value.family(self._base)
+                yield value.family(self._base if value is not self.rejections else self._model_only)
 
     def _gauges(self) -> Iterator[Metric]:
         stats = self.stats
@@ -207,6 +209,8 @@ class EngineMetrics(Collector):
         yield self._waiting_by_reason(stats)
         yield self._fetch_by_stage(stats)
         yield self._gauge("vllm:kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", stats.kv_cache_usage)
+        yield self._sleep_state(stats)
+        yield _adapters(stats)
         yield self._gauge("headrace:progress_age_seconds", "Age of the core's last progress.", self._progress_age())
         info = GaugeMetricFamily("vllm:cache_config_info", "KV cache.", labels=[*self._base, *self._cache_info])
         info.add_metric([*self._base.values(), *self._cache_info.values()], 1)
@@ -215,10 +219,12 @@ class EngineMetrics(Collector):
         for reason, count in stats.waiting_reasons.items():
             waiting.add_metric([*self._base.values(), reason], count)
         yield waiting
+        watermark = {"admitted": stats.num_watermark_admitted, "held": stats.num_watermark_held}
         for name, help_text, label, values in (
             ("headrace:step_phase_seconds", "Time of steps by phase.", "phase", stats.phase_seconds),
             ("headrace:cause_seconds", "Time of requests by what it went to.", "cause", stats.cause_seconds),
             ("headrace:graph_steps", "Steps by graph mode.", "mode", stats.graph_steps),
+            ("vllm:watermark_requests", "Requests that met the watermark of free blocks.", "status", watermark),
         ):
             labelled = Counter(name, help_text, label)
             for value, amount in values.items():
@@ -228,11 +234,25 @@ class EngineMetrics(Collector):
             ("vllm:num_preemptions", "Preemptions.", stats.num_preemptions),
             ("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", stats.prefix_queries),
             ("vllm:prefix_cache_hits", "Prompt tokens found there.", stats.prefix_hits),
+            ("vllm:external_prefix_cache_queries", "Prompt tokens asked of a connector.", stats.external_queries),
+            ("vllm:external_prefix_cache_hits", "Prompt tokens that a connector had.", stats.external_hits),
+            # No model with media is served: nothing asks that cache.
+            ("vllm:mm_cache_queries", "Media items looked up.", 0),
+            ("vllm:mm_cache_hits", "Media items found.", 0),
+            ("vllm:corrupted_requests", "Requests whose logits were not finite.", stats.num_corrupted),
             ("headrace:recompute_tokens", "Tokens computed again after preemptions.", stats.recompute_tokens),
         ):
             counter = Counter(name, help_text)
             counter.add(total)
             yield counter.family(self._base)
+
+    def _sleep_state(self, stats: SchedulerStats) -> Metric:
+        family = GaugeMetricFamily(
+            "vllm:engine_sleep_state", "1 for the state that the engine is in.", labels=[*self._base, "sleep_state"]
+        )
+        for level, state in enumerate(("awake", "weights_offloaded", "discard_all")):
+            family.add_metric([*self._base.values(), state], float(stats.sleep_level == level))
+        return family
 
     def _waiting_by_reason(self, stats: SchedulerStats) -> Metric:
         deferred = sum(count for reason, count in stats.waiting_reasons.items() if reason in _DEFERRED)
@@ -259,3 +279,24 @@ class EngineMetrics(Collector):
     def render(self) -> bytes:
         """The Prometheus text."""
         return generate_latest(self.registry)
+
+
+def _make_shipped(samples_blocks: bool) -> dict[str, Histogram]:
+    """Histograms that the core counts itself, by the names in its statistics."""
+    made = {"step_tokens": Histogram("vllm:iteration_tokens_total", "Tokens of a step.", STEP_TOKENS)}
+    if samples_blocks:
+        for name, text in (
+            ("kv_block_lifetime", "From when a block could be found until it was evicted."),
+            ("kv_block_idle_before_evict", "From the last use of a block until it was evicted."),
+            ("kv_block_reuse_gap", "Between two uses of a block."),
+        ):
+            made[name] = Histogram(f"vllm:{name}_seconds", text, RESIDENCY_S)
+    return made
+
+
+def _adapters(stats: SchedulerStats) -> Metric:
+    """Adapters in use; routers take the series with the newest time as its value."""
+    names = ["max_lora", "waiting_lora_adapters", "running_lora_adapters"]
+    family = GaugeMetricFamily("vllm:lora_requests_info", "Adapters of requests; the value is the time.", labels=names)
+    family.add_metric(["0", ",".join(stats.waiting_adapters), ",".join(stats.running_adapters)], time.time())
+    return family

@@ -29,7 +29,7 @@ from headrace.kv_connector.null import NullWorkerConnector
 from headrace.kv_connector.protocol import WorkerConnector
 from headrace.messages.kv_cache import KVCacheConfig, KVCacheKind, KVCacheSpec
 from headrace.messages.requests import AnyControl, Reload
-from headrace.messages.runner_output import NO_TOKEN_LEFT, ModelRunnerOutput, PromptLogprobs, StepStats, TokenLogprobs
+from headrace.messages.runner_output import NO_TOKEN_LEFT, NON_FINITE, ModelRunnerOutput, PromptLogprobs, StepStats, TokenLogprobs
 from headrace.messages.scheduler_output import (
     GrammarOutput,
     NewRequest,
@@ -302,7 +302,7 @@ class SimulatedExecutor(Executor):
             token_ids = None if span.strikes("logits") else self._sample_row(span, masks.get(request_id))
             sampled.append(token_ids or [])
             if token_ids is None:
-                errors[request_id] = "the logits are not finite" if span.strikes("logits") else NO_TOKEN_LEFT
+                errors[request_id] = NON_FINITE if span.strikes("logits") else NO_TOKEN_LEFT
                 # A real row has some token here too; steps in flight behind this one compute with it.
                 if span.samples:
                     span.row.write(span.stop, [0])

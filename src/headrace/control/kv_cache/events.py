@@ -12,7 +12,7 @@ from headrace.control.kv_cache.hashing import ExtraKey
 class BlockStored:
     """Blocks that became findable, in chain order. ``parent_hash`` is ``None`` for the first block of a chain.
 
-    ``extra_keys`` are those of the whole chain.
+    ``extra_keys`` are those of the whole chain. ``owner`` is whose request computed them.
     """
 
     block_hashes: tuple[bytes, ...]
@@ -21,6 +21,7 @@ class BlockStored:
     block_size: int
     group_id: int
     extra_keys: tuple[ExtraKey, ...] = ()
+    owner: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

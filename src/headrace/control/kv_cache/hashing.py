@@ -48,12 +48,14 @@ class HashChain:
     Args:
         block_size: tokens of a block.
         extra_keys: of the request.
+        owner: whose request it is; part of no hash.
     """
 
-    __slots__ = ("block_size", "extra_keys", "hashes", "root")
+    __slots__ = ("block_size", "extra_keys", "hashes", "owner", "root")
 
-    def __init__(self, block_size: int, extra_keys: Sequence[ExtraKey] = ()) -> None:
+    def __init__(self, block_size: int, extra_keys: Sequence[ExtraKey] = (), owner: str | None = None) -> None:
         self.block_size = block_size
+        self.owner = owner
         self.extra_keys = tuple(extra_keys)
         self.root = make_root(block_size, self.extra_keys)
         self.hashes: list[bytes] = []

@@ -70,6 +70,8 @@ class PrefixStats:
 
     queries: int = 0
     hits: int = 0
+    external_queries: int = 0
+    external_hits: int = 0
     recompute_tokens: int = 0
 
 
@@ -206,6 +208,11 @@ class KVCacheManager:
         self.stats.queries += num_queried
         self.stats.hits += num_hit
 
+    def record_external(self, num_queried: int, num_hit: int) -> None:
+        """Count what the connector was asked for, and what it had, at a first admission."""
+        self.stats.external_queries += num_queried
+        self.stats.external_hits += num_hit
+
     def record_recompute(self, num_tokens: int) -> None:
         """Count tokens that a preempted request computes a second time."""
         self.stats.recompute_tokens += num_tokens
@@ -240,6 +247,7 @@ class KVCacheManager:
                 block_size=size,
                 group_id=group_id,
                 extra_keys=chain.extra_keys,
+                owner=chain.owner,
             )
         )
 

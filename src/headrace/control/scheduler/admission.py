@@ -169,6 +169,8 @@ class Admission:
             # Hits are counted here alone: what a preempted request finds again is its own work, not a hit.
             if request.takes_hits and state.kv.enable_prefix_caching:
                 state.kv.record_admission(request.num_tokens, local)
+            if request.takes_hits and state.has_connector:
+                state.kv.record_external(request.num_tokens - local, external)
             request.num_cached_tokens = local + external
             request.admitted_before = True
             request.first_scheduled = state.now

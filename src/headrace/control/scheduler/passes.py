@@ -22,6 +22,7 @@ _STEP_ASIDE = frozenset({WaitReason.GRAMMAR, WaitReason.REMOTE_KVS, WaitReason.E
 def running_pass(state: SchedulerState, plan: StepPlan, only: Collection[str] | None) -> None:
     """Grant to running requests, most urgent first. Preemption shortens the list from its end while it is walked."""
     running, budget, entries = state.running.requests, plan.budget, plan.entries
+    plan.ungranted.clear()
     # A request that decodes one token into a block that it has needs no more than a look.
     steady = only is None and not state.num_draft_tokens
     for index, request in enumerate(running):
@@ -40,25 +41,33 @@ def running_pass(state: SchedulerState, plan: StepPlan, only: Collection[str] | 
             budget.inputs -= 1
             entries.append((request, 1, end, True, 0))
         elif budget.room <= 0:
+            reason = WaitReason.TOKEN_BUDGET if budget.tokens <= 0 else WaitReason.INPUT_BUDGET
+            plan.ungranted.update(dict.fromkeys((r.request_id for r in running[index:]), reason))
             break
-        elif known > computed and (only is None or request.request_id in only):
-            _grant(state, plan, request, len(running) - index - 1)
+        elif only is not None and request.request_id not in only:
+            plan.ungranted[request.request_id] = WaitReason.DRAIN
+        elif known <= computed:
+            plan.ungranted[request.request_id] = WaitReason.STEPS_IN_FLIGHT
+        elif (why := _grant(state, plan, request, len(running) - index - 1)) is not None:
+            plan.ungranted[request.request_id] = why
 
 
-def _grant(state: SchedulerState, plan: StepPlan, request: Request, num_later: int) -> None:
-    """The general case: chunks, drafts, blocks to take."""
+def _grant(state: SchedulerState, plan: StepPlan, request: Request, num_later: int) -> WaitReason | None:
+    """The general case: chunks, drafts, blocks to take. Says why the request gets nothing, if so."""
     budget, computed, num_drafts = plan.budget, request.num_computed_tokens, len(request.spec_token_ids)
     num_tokens = request.num_to_compute()
     if num_tokens <= 0 or request.num_draft_placeholders:
-        return
+        return WaitReason.STEPS_IN_FLIGHT
     is_prompt = num_tokens > 1 + num_drafts
     if is_prompt:
         num_tokens = _shorten(plan, num_tokens, num_later)
     num_tokens = min(num_tokens, budget.room)
-    if num_tokens > 0 and computed + num_tokens + state.num_draft_tokens > request.num_slots:
+    if num_tokens <= 0:
+        return WaitReason.THROTTLED
+    if computed + num_tokens + state.num_draft_tokens > request.num_slots:
         num_tokens = _grow(state, plan, request, num_tokens)
     if num_tokens <= 0:
-        return
+        return WaitReason.NO_BLOCKS
     if is_prompt:
         plan.take_prompt_tokens(num_tokens)
     budget.charge(num_tokens)
@@ -66,6 +75,7 @@ def _grant(state: SchedulerState, plan: StepPlan, request: Request, num_later: i
     # Drafts stand last: a grant that was cut short has fewer of them.
     cut = request.num_tokens_with_spec - end
     plan.entries.append((request, num_tokens, end, cut <= num_drafts, max(0, num_drafts - cut)))
+    return None
 
 
 def _shorten(plan: StepPlan, num_tokens: int, num_later: int) -> int:
@@ -121,11 +131,14 @@ def _admit_from(state: SchedulerState, queue: list[Request], plan: StepPlan) -> 
             reserved = outstanding + state.watermark_blocks if len(state.running) else 0
             reason = _try_admit(state, request, plan, reserved)
             if reason is None:
+                state.totals.watermark_admitted += reserved > 0
                 passed = passed or blocked is not None
                 outstanding += _count_outstanding(state, request)
                 continue
-        state.set_wait_reason(request, reason)
-        state.head_reason = state.head_reason or reason
+        told = WaitReason.PRIORITY if _is_overtaken(state, request, reason) else reason
+        state.totals.watermark_held += reason is WaitReason.NO_BLOCKS and request.wait_reason is not told
+        state.set_wait_reason(request, told)
+        state.head_reason = state.head_reason or told
         if reason in _STEP_ASIDE:
             index += 1
             continue
@@ -142,6 +155,14 @@ def _admit_from(state: SchedulerState, queue: list[Request], plan: StepPlan) -> 
         state.num_bypass_steps += 1
 
 
+def _is_overtaken(state: SchedulerState, request: Request, reason: WaitReason) -> bool:
+    """Whether what a request lacks is held by a more urgent one that came after it."""
+    if state.section.scheduling_policy == "fcfs" or reason in _STEP_ASIDE or reason is WaitReason.STEPS_IN_FLIGHT:
+        return False
+    priority, rank = request.record.priority, request.rank
+    return any(other.rank > rank and other.record.priority < priority for other in state.running)
+
+
 def _note_blocked(state: SchedulerState, request: Request) -> None:
     if state.blocked_head is not request:
         state.blocked_head = request
@@ -151,9 +172,12 @@ def _note_blocked(state: SchedulerState, request: Request) -> None:
 def _find_limit(state: SchedulerState, plan: StepPlan) -> WaitReason | None:
     if len(state.running) >= state.section.max_num_seqs:
         return WaitReason.RUNNING_LIMIT
-    if plan.budget.tokens <= 0 or plan.budget.prompt <= 0:
+    if plan.budget.tokens <= 0:
         return WaitReason.TOKEN_BUDGET
-    return WaitReason.INPUT_BUDGET if plan.budget.room <= 0 else None
+    if plan.budget.room <= 0:
+        return WaitReason.INPUT_BUDGET
+    # Tokens are left, but the share that streams leave to prompts is not.
+    return WaitReason.THROTTLED if plan.budget.prompt <= 0 else None
 
 
 def _count_outstanding(state: SchedulerState, request: Request) -> int:

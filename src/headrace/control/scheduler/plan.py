@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from headrace.control.scheduler.budget import StepBudget
+from headrace.control.scheduler.recorder import WaitReason
 from headrace.control.scheduler.request import Request
 from headrace.control.scheduler.state import Entry, InFlightStep, SchedulerState
 from headrace.messages.scheduler_output import BlockIds, CachedRequests, KVActions, NewRequest, SchedulerOutput
@@ -24,6 +25,7 @@ class StepPlan:
             nothing out.
         defer_prompts: prompts get nothing in this step.
         short_of_blocks: a running request had to wait, or to take blocks from another one: nobody is admitted.
+        ungranted: running requests that get nothing, and why.
     """
 
     budget: StepBudget
@@ -34,6 +36,7 @@ class StepPlan:
     num_prompt_tokens: int = 0
     num_sharers: int = 0
     short_of_blocks: bool = False
+    ungranted: dict[str, WaitReason] = field(default_factory=dict)
 
     @property
     def prompt_room(self) -> int:
@@ -171,6 +174,5 @@ def advance(state: SchedulerState, plan: StepPlan, output: SchedulerOutput) -> N
     state.ended_rows, state.preempted_rows = [], []
     state.next_step_id += 1
     num_waiting = len(state.waiting) + len(state.holding)
-    state.recorder.on_step(
-        output, state.take_block_counts(), len(state.running), num_waiting, state.head_reason, state.now
-    )
+    counts, num_running = state.take_block_counts(), len(state.running)
+    state.recorder.on_step(output, counts, num_running, num_waiting, state.head_reason, plan.ungranted, state.now)

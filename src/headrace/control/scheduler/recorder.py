@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
@@ -14,7 +15,11 @@ from headrace.messages.scheduler_output import SchedulerOutput
 
 
 class WaitReason(str, Enum):
-    """Why a waiting request waits. Those behind a blocked head share its reason."""
+    """Why a request waits, or runs and got nothing in a step. Those behind a blocked head share its reason.
+
+    ``PRIORITY``: what it lacks went to a more urgent request that came later. ``DRAIN``: nobody is admitted, for the
+    engine sleeps, loads weights, or runs a failed step again.
+    """
 
     TOKEN_BUDGET = "token_budget"
     INPUT_BUDGET = "input_budget"
@@ -26,6 +31,8 @@ class WaitReason(str, Enum):
     STEPS_IN_FLIGHT = "steps_in_flight"
     THROTTLED = "throttled"
     PREEMPTION = "preemption"
+    PRIORITY = "priority"
+    DRAIN = "drain"
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +73,13 @@ class StepRecorder(Protocol):
         num_running: int,
         num_waiting: int,
         head_reason: WaitReason | None,
+        ungranted: Mapping[str, WaitReason],
         now: float,
     ) -> None:
-        """A step was scheduled, with its grants in ``num_scheduled_tokens``; ``head_reason`` is why the head waits."""
+        """A step was scheduled, with its grants in ``num_scheduled_tokens``.
+
+        ``head_reason`` is why the head waits; ``ungranted`` says why running requests got nothing.
+        """
         ...
 
     def on_launched(self, step_id: int, now: float) -> None:
@@ -120,6 +131,7 @@ class NullStepRecorder:
         num_running: int,
         num_waiting: int,
         head_reason: WaitReason | None,
+        ungranted: Mapping[str, WaitReason],
         now: float,
     ) -> None:
         return None

@@ -132,7 +132,7 @@ class Request:
         self.max_total_tokens = max(len(prompt) + 1, min(len(prompt) + room, max_model_len))
         self.stop_ids = frozenset(record.eos_token_ids) | frozenset(sampling.stop_token_ids)
         self.uses_grammar = sampling.structured_outputs is not None
-        self.hash_chain = HashChain(block_size, _extra_keys(record))
+        self.hash_chain = HashChain(block_size, _extra_keys(record), record.owner)
         self.prompt_logprobs: list[TokenLogprobs] | None = None if sampling.prompt_logprobs is None else []
         self.num_computed_tokens = 0
         self.num_committed_tokens = 0

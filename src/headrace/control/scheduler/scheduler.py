@@ -75,6 +75,7 @@ class Scheduler:
             num_draft_tokens=num_draft_tokens,
             max_tokens=min(section.max_num_scheduled_tokens or max_batched, max_batched),
             watermark_blocks=int(section.watermark * self.kv.pool.num_usable),
+            has_connector=connector is not None,
         )
 
     # Requests in and out
@@ -158,7 +159,9 @@ class Scheduler:
             # No stream could go on: there is nobody to spare.
             plan.defer_prompts = False
             running_pass(state, plan, only)
-        if only is None and not plan.short_of_blocks:
+        if only is not None:
+            state.head_reason = WaitReason.DRAIN
+        elif not plan.short_of_blocks:
             waiting_pass(state, plan)
             ensure_progress(state, plan)
         metadata = state.connector.make_metadata()
@@ -221,11 +224,18 @@ class Scheduler:
         state = self._state
         if reset_running:
             for request in reversed(list(state.running)):
-                preempt(state, request, request.request_id, WaitReason.PREEMPTION, drop=True)
+                preempt(state, request, request.request_id, WaitReason.DRAIN, drop=True)
             for request in list(state.holding):
                 if request.status is not RequestStatus.WAITING_FOR_REMOTE_KVS:
                     release_held(state, request)
         return self.kv.reset_prefix_cache()
+
+    def hold_waiting(self, now: float) -> None:
+        """Nothing will be scheduled for a while: note that this is why requests wait. Decides nothing."""
+        state = self._state
+        state.now, state.head_reason = now, WaitReason.DRAIN
+        for request in [*state.holding, *state.waiting]:
+            state.set_wait_reason(request, WaitReason.DRAIN)
 
     # Looking
 
@@ -258,19 +268,26 @@ class Scheduler:
 
     def make_stats(self) -> SchedulerStats:
         """Live state and totals, read when asked."""
-        state, stats = self._state, self.kv.stats
+        state, stats, totals = self._state, self.kv.stats, self._state.totals
         return SchedulerStats(
             num_running=self.num_running,
             num_waiting=self.num_waiting,
             num_queued_tokens=self.num_queued_tokens,
             kv_cache_usage=self.kv.usage,
-            num_preemptions=state.totals.preemptions,
-            prompt_tokens=state.totals.prompt_tokens,
-            generation_tokens=state.totals.generation_tokens,
+            num_preemptions=totals.preemptions,
+            prompt_tokens=totals.prompt_tokens,
+            generation_tokens=totals.generation_tokens,
+            num_corrupted=totals.corrupted,
+            num_watermark_admitted=totals.watermark_admitted,
+            num_watermark_held=totals.watermark_held,
             prefix_queries=stats.queries,
             prefix_hits=stats.hits,
+            external_queries=stats.external_queries,
+            external_hits=stats.external_hits,
             recompute_tokens=stats.recompute_tokens,
             waiting_reasons=self._count_reasons(),
+            running_adapters=_adapters_of(state.running),
+            waiting_adapters=_adapters_of(state.waiting),
         )
 
     def _count_reasons(self) -> dict[str, int]:
@@ -289,3 +306,7 @@ class Scheduler:
     def check_invariants(self) -> None:
         """Raise unless everything agrees; for tests and when idle."""
         invariants.check(self._state)
+
+
+def _adapters_of(requests: Iterable[Request]) -> list[str]:
+    return sorted({r.record.lora_name for r in requests if r.record.lora_name is not None})

@@ -40,11 +40,18 @@ class InFlightStep:
 
 @dataclass(slots=True)
 class Totals:
-    """Counters since start. Tokens are counted once, where they are sampled."""
+    """Counters since start. Tokens are counted once, where they are sampled.
+
+    ``corrupted`` counts requests whose logits were not finite; ``watermark_admitted`` and ``watermark_held`` those that
+    were admitted beside others, and those that came to wait because blocks are kept free for others.
+    """
 
     preemptions: int = 0
     prompt_tokens: int = 0
     generation_tokens: int = 0
+    corrupted: int = 0
+    watermark_admitted: int = 0
+    watermark_held: int = 0
 
 
 class Lease(NamedTuple):
@@ -80,6 +87,7 @@ class SchedulerState:
     num_draft_tokens: int
     max_tokens: int
     watermark_blocks: int
+    has_connector: bool = False
     requests: dict[str, Request] = field(default_factory=dict)
     running: RequestQueue = field(init=False)
     waiting: RequestQueue = field(init=False)

@@ -12,7 +12,7 @@ from headrace.control.scheduler.state import Entry, InFlightStep, SchedulerState
 from headrace.control.scheduler.stop import find_stop
 from headrace.control.scheduler.transfers import apply_connector_output
 from headrace.messages.outputs import EngineCoreOutput, FinishReason
-from headrace.messages.runner_output import ModelRunnerOutput, TokenLogprobs
+from headrace.messages.runner_output import NON_FINITE, ModelRunnerOutput, TokenLogprobs
 
 
 def commit_step(state: SchedulerState, step: InFlightStep, output: ModelRunnerOutput) -> None:
@@ -75,6 +75,7 @@ def _commit_request(
     if output.prompt_logprobs and request_id in output.prompt_logprobs:
         request.add_prompt_logprobs(output.prompt_logprobs[request_id])
     if output.errors and request_id in output.errors:
+        state.totals.corrupted += output.errors[request_id] == NON_FINITE
         return state.end_with_output(request, FinishReason.ERROR, output.errors[request_id])
     stop: tuple[FinishReason, int | None] | None = None
     if samples:

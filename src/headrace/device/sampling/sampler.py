@@ -22,13 +22,12 @@ from headrace.device.sampling.draw import draw_token
 from headrace.device.sampling.filters import surviving_ids
 from headrace.device.sampling.logprobs import make_token_logprobs
 from headrace.device.sampling.rows import NO_LOGPROBS, RowExtras, SamplingRows
-from headrace.messages.runner_output import NO_TOKEN_LEFT, TokenLogprobs
+from headrace.messages.runner_output import NO_TOKEN_LEFT, NON_FINITE, TokenLogprobs
 
 logger = get_logger(__name__)
 
 Draw = Callable[[np.ndarray, np.ndarray | None, int, int], int]
 NO_TOKEN = -1
-_NON_FINITE = "the model produced logits that are not finite"
 
 
 class RowError(Exception):
@@ -105,12 +104,12 @@ class Sampler:
         finite = np.isfinite(logits[np.arange(len(logits)), best])
         output.token_ids[:] = np.where(finite, best, NO_TOKEN)
         for place in np.flatnonzero(~finite).tolist():
-            output.errors[place] = _NON_FINITE
+            output.errors[place] = NON_FINITE
 
     def _choose(self, row: np.ndarray, place: int, meta: SamplingMetadata) -> int:
         best = int(row.argmax())
         if not np.isfinite(row[best]):
-            raise RowError(_NON_FINITE)
+            raise RowError(NON_FINITE)
         index, position = int(meta.req_idx[place]), int(meta.positions[place])
         if self._rows.plain[index] and place not in meta.bitmasks:
             return best

@@ -137,7 +137,8 @@ async def _start(
     from headrace.observability.metrics import EngineMetrics
 
     name = config.model.served_model_name or config.model.model
-    metrics = EngineMetrics(name, config.max_model_len)
+    samples_blocks = config.observability.kv_block_sample > 0
+    metrics = EngineMetrics(name, config.max_model_len, samples_blocks=samples_blocks)
     llm = make_async_llm(config, client, metrics)
     starting = asyncio.ensure_future(llm.start())
     try:

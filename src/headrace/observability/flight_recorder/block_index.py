@@ -4,13 +4,16 @@ Owns a bounded index of block contents by hash: where each stands in its chain, 
 was evicted, in which step. It learns from the cache's own events and never touches the cache. What leaves the index
 leaves a trace in a filter, so that "never seen" is only said of what was certainly never here.
 
-What belongs to another salt is not compared with, unless the operator allows it: to its prober it was never seen.
+What belongs to another salt or owner is not compared with, unless the operator allows it: to its prober it was never
+seen. A block belongs to everybody who computed it or found it in the cache.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from hashlib import sha256
 from typing import Any
 
 from headrace.observability.flight_recorder.hash_filter import HashFilter
@@ -20,6 +23,7 @@ _MAX_COMPARED = 64
 _SALT = "salt"
 _LORA = "lora"
 ChainKey = tuple[tuple[str, str], ...]
+Owner = str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +44,13 @@ class Miss:
 class _Block:
     """What is known of one block's contents. ``gone_at`` is the step that removed it, -1 while it is findable."""
 
-    __slots__ = ("extra_keys", "gone_at", "parent", "removed_by", "tokens")
+    __slots__ = ("extra_keys", "gone_at", "owners", "parent", "removed_by", "tokens")
 
-    def __init__(self, parent: bytes | None, tokens: tuple[int, ...], extra_keys: ChainKey) -> None:
+    def __init__(self, parent: bytes | None, tokens: tuple[int, ...], extra_keys: ChainKey, owner: Owner) -> None:
         self.parent = parent
         self.tokens = tokens
         self.extra_keys = extra_keys
+        self.owners: frozenset[Owner] = _owner_set(owner)
         self.gone_at = -1
         self.removed_by = ""
 
@@ -55,7 +60,7 @@ class BlockIndex:
 
     Args:
         capacity: most blocks remembered.
-        across_salts: whether misses may be explained by blocks of another salt.
+        across_salts: whether misses may be explained by blocks of another salt or owner.
     """
 
     def __init__(self, capacity: int = DEFAULT_CAPACITY, *, across_salts: bool = False) -> None:
@@ -78,16 +83,26 @@ class BlockIndex:
         token_ids: Sequence[int],
         block_size: int,
         extra_keys: ChainKey,
+        owner: Owner = None,
     ) -> None:
         """Blocks became findable, in chain order."""
         for number, block_hash in enumerate(hashes):
             known = self._blocks.get(block_hash)
             if known is not None:
                 known.gone_at = -1
+                known.owners |= _owner_set(owner)
             else:
                 start = number * block_size
-                self._add(block_hash, _Block(parent, tuple(token_ids[start : start + block_size]), extra_keys))
+                self._add(block_hash, _Block(parent, tuple(token_ids[start : start + block_size]), extra_keys, owner))
             parent = block_hash
+
+    def seen(self, hashes: Sequence[bytes], owner: Owner) -> None:
+        """An owner found blocks in the cache: from now on they are its own too."""
+        own = _owner_set(owner)
+        for block_hash in hashes:
+            known = self._blocks.get(block_hash)
+            if known is not None and owner not in known.owners:
+                known.owners |= own
 
     def removed(self, block_hash: bytes, step: int) -> None:
         """A block was evicted for the sake of a step."""
@@ -113,7 +128,8 @@ class BlockIndex:
     def _drop_oldest(self) -> None:
         block_hash = next(iter(self._blocks))
         block = self._blocks.pop(block_hash)
-        self._left.add(block_hash)
+        for owner in block.owners:
+            self._left.add(_owned(block_hash, owner))
         for table, key in ((self._children, _place(block)), (self._by_tokens, block.tokens)):
             peers = table[key]
             del peers[block_hash]
@@ -123,7 +139,13 @@ class BlockIndex:
     # Why a block missed
 
     def explain(
-        self, missed: bytes, parents: Sequence[bytes], prompt: Sequence[int], block_size: int, extra_keys: ChainKey
+        self,
+        missed: bytes,
+        parents: Sequence[bytes],
+        prompt: Sequence[int],
+        block_size: int,
+        extra_keys: ChainKey,
+        owner: Owner = None,
     ) -> Miss:
         """Why the block ``missed`` was not findable.
 
@@ -133,25 +155,35 @@ class BlockIndex:
             prompt: token ids of the whole prompt.
             block_size: tokens of a block.
             extra_keys: of the chain.
+            owner: who asks.
         """
         known = self._blocks.get(missed)
-        if known is not None and known.gone_at >= 0:
+        if known is not None and known.gone_at >= 0 and self._shows(known, owner):
             return Miss(known.removed_by, step=known.gone_at)
-        if missed in self._left:
+        if _owned(missed, owner) in self._left:
             return Miss("left_index")
         index = len(parents)
         start = index * block_size
         tokens = tuple(prompt[start : start + block_size])
-        twin = self._find_twin(tokens, parents, prompt, block_size, extra_keys)
+        twin = self._find_twin(tokens, parents, prompt, block_size, extra_keys, owner)
         if twin is not None:
             return twin
-        shared = self._longest_shared(parents[-1] if parents else None, tokens, extra_keys)
+        shared = self._longest_shared(parents[-1] if parents else None, tokens, extra_keys, owner)
         if shared is None or (shared == 0 and index == 0):
             return Miss("never_seen")
         return Miss("text_differs", token=start + shared)
 
+    def _shows(self, block: _Block, owner: Owner) -> bool:
+        return self._across_salts or owner in block.owners
+
     def _find_twin(
-        self, tokens: tuple[int, ...], parents: Sequence[bytes], prompt: Sequence[int], size: int, keys: ChainKey
+        self,
+        tokens: tuple[int, ...],
+        parents: Sequence[bytes],
+        prompt: Sequence[int],
+        size: int,
+        keys: ChainKey,
+        owner: Owner,
     ) -> Miss | None:
         """The same text under other keys: another adapter, other media."""
         for block_hash in list(self._by_tokens.get(tokens, ()))[-_MAX_COMPARED:]:
@@ -159,7 +191,7 @@ class BlockIndex:
             differing = _kinds(keys) ^ _kinds(block.extra_keys) | _changed(keys, block.extra_keys)
             if not differing or (_SALT in differing and not self._across_salts):
                 continue
-            if not self._same_chain(block, len(parents), prompt, size):
+            if not self._shows(block, owner) or not self._same_chain(block, len(parents), prompt, size):
                 continue
             if _SALT in differing:
                 return Miss("different_salt")
@@ -179,12 +211,13 @@ class BlockIndex:
             index -= 1
         return False
 
-    def _longest_shared(self, parent: bytes | None, tokens: tuple[int, ...], keys: ChainKey) -> int | None:
+    def _longest_shared(
+        self, parent: bytes | None, tokens: tuple[int, ...], keys: ChainKey, owner: Owner
+    ) -> int | None:
         """Most leading tokens shared with a block that stood in this place; ``None`` when none ever did."""
-        peers = self._children.get(keys if parent is None else parent)
-        if not peers:
-            return None
-        return max(_count_shared(self._blocks[h].tokens, tokens) for h in list(peers)[-_MAX_COMPARED:])
+        latest = list(self._children.get(keys if parent is None else parent, ()))[-_MAX_COMPARED:]
+        peers = [block for block in (self._blocks[h] for h in latest) if self._shows(block, owner)]
+        return max((_count_shared(block.tokens, tokens) for block in peers), default=None)
 
 
 def _place(block: _Block) -> Any:
@@ -208,3 +241,14 @@ def _count_shared(known: tuple[int, ...], tokens: tuple[int, ...]) -> int:
             break
         count += 1
     return count
+
+
+@lru_cache(1024)
+def _owner_set(owner: Owner) -> frozenset[Owner]:
+    """One set per owner, however many blocks it has."""
+    return frozenset((owner,))
+
+
+def _owned(block_hash: bytes, owner: Owner) -> bytes:
+    """The block as this owner's: a hash of its own per owner."""
+    return block_hash if owner is None else sha256(block_hash + owner.encode()).digest()

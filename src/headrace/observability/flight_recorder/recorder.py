@@ -18,7 +18,9 @@ from headrace.messages.outputs import FinishReason, SchedulerStats
 from headrace.messages.requests import EngineCoreRequest
 from headrace.messages.runner_output import StepStats
 from headrace.messages.scheduler_output import SchedulerOutput
+from headrace.observability.buckets import STEP_TOKENS, Buckets
 from headrace.observability.flight_recorder.block_index import BlockIndex
+from headrace.observability.flight_recorder.block_residency import BlockResidency
 from headrace.observability.flight_recorder.records import (
     PHASES,
     Admission,
@@ -41,20 +43,28 @@ class FlightRecorder:
 
     Args:
         index: explains prefix misses; fed with the cache's events by whoever owns both.
+        residency: measures how long blocks stay; fed likewise.
         max_steps: at least so many steps are kept, at most twice as many.
         max_finished: ended requests that can still be asked about.
     """
 
     def __init__(
-        self, index: BlockIndex | None = None, *, max_steps: int = MAX_STEPS, max_finished: int = MAX_FINISHED
+        self,
+        index: BlockIndex | None = None,
+        *,
+        residency: BlockResidency | None = None,
+        max_steps: int = MAX_STEPS,
+        max_finished: int = MAX_FINISHED,
     ) -> None:
         self.index = index if index is not None else BlockIndex()
+        self.residency = residency if residency is not None else BlockResidency(0.0)
         self.steps: list[StepRecord] = []
         self.live: dict[str, RequestLog] = {}
         self.finished: dict[str, RequestLog] = {}
         self.phase_totals = dict.fromkeys(PHASES, 0.0)
         self.graph_modes: dict[str, int] = {}
         self.cause_totals: dict[str, float] = {}
+        self.step_tokens = Buckets(STEP_TOKENS)
         self.last_commit = 0.0
         self.step_id = 0
         self._max_steps = max_steps
@@ -95,6 +105,8 @@ class FlightRecorder:
         self._prefilling[request_id] = None if resumed else log.num_prompt_tokens - local_hit - external_hit
         if not resumed:
             log.prefix = self._explain_prefix(log, local_hit, external_hit, missed)
+        if local_hit:
+            self._note_hit(log, local_hit, now)
 
     def on_preempted(self, victim: str, cause: str, beneficiary: str, now: float) -> None:
         """``victim`` gave its blocks up for ``beneficiary``."""
@@ -118,6 +130,16 @@ class FlightRecorder:
         if len(self.finished) > self._max_finished:
             del self.finished[next(iter(self.finished))]
 
+    def _note_hit(self, log: RequestLog, local_hit: int, now: float) -> None:
+        """The request has seen what it hit, whoever computed it."""
+        chain = log.chain
+        if chain is None or (chain.owner is None and not self.residency.active):
+            return
+        hashes = chain.hashes[: local_hit // chain.block_size]
+        if chain.owner is not None:
+            self.index.seen(hashes, chain.owner)
+        self.residency.used(hashes, now)
+
     def _explain_prefix(
         self, log: RequestLog, local_hit: int, external_hit: int, missed: bytes | None
     ) -> dict[str, object]:
@@ -136,7 +158,7 @@ class FlightRecorder:
             prefix["miss"] = {"reason": "caching_off"}
         elif missed is not None and place < (log.num_prompt_tokens - 1) // size:
             keys = tuple((key.kind, key.value) for key in chain.extra_keys)
-            why = self.index.explain(missed, chain.hashes[:place], record.prompt_token_ids, size, keys)
+            why = self.index.explain(missed, chain.hashes[:place], record.prompt_token_ids, size, keys, chain.owner)
             prefix["miss"] = {"block": place, "first_token": place * size, **why.as_dict()}
         return prefix
 
@@ -149,6 +171,7 @@ class FlightRecorder:
         num_running: int,
         num_waiting: int,
         head_reason: str | None,
+        ungranted: Mapping[str, str],
         now: float,
     ) -> None:
         """A step was scheduled."""
@@ -163,8 +186,8 @@ class FlightRecorder:
             record.head_reason = _text(head_reason)
         if self._prefilling:
             self._note_chunks(record, granted)
-        if len(granted) < len(self._running):
-            record.skipped = tuple(r for r in self._running if r not in granted)
+        if ungranted:
+            record.skipped = {r: _text(why) for r, why in ungranted.items() if r in self._running}
         if self._admitted:
             record.admitted, self._admitted = self._admitted, []
         if self._preempted:
@@ -186,6 +209,7 @@ class FlightRecorder:
             return
         _count_blocks(record, blocks)
         record.committed = now
+        self.step_tokens.observe(record.num_tokens)
         seconds = now - max(record.scheduled, self.last_commit)
         self.last_commit = now
         totals = self.cause_totals
@@ -227,6 +251,7 @@ class FlightRecorder:
             phase_seconds=dict(self.phase_totals),
             cause_seconds=dict(self.cause_totals),
             graph_steps=dict(self.graph_modes),
+            histograms={"step_tokens": self.step_tokens.dump(), **self.residency.dump()},
         )
 
     def _note_chunks(self, record: StepRecord, granted: Mapping[str, int]) -> None:

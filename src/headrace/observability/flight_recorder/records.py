@@ -33,6 +33,7 @@ class Chain(Protocol):
     block_size: int
     hashes: list[bytes]
     extra_keys: tuple[Any, ...]
+    owner: str | None
 
 
 class StepRecord:
@@ -41,7 +42,7 @@ class StepRecord:
     Attributes:
         granted: tokens by request, in scheduling order; dropped from old records.
         chunks: the grants of more than one token, and of recomputing requests; the others decode.
-        skipped: running requests that got nothing.
+        skipped: running requests that got nothing, and why.
         head_reason: why the head of the queue waits, and with it those behind.
         committed: 0 until it has been committed; a step that failed never is.
         blocks: taken, freed, evicted, cached between the step before and the commit.
@@ -75,7 +76,7 @@ class StepRecord:
         self.committed = 0.0
         self.granted: dict[str, int] | None = None
         self.chunks: dict[str, int] = {}
-        self.skipped: tuple[str, ...] = ()
+        self.skipped: dict[str, str] = {}
         self.admitted: Sequence[str] = ()
         self.preempted: Sequence[tuple[str, str, str]] = ()
         self.head_reason: str | None = None
@@ -98,7 +99,7 @@ class StepRecord:
             "committed": self.committed,
             "granted": self.granted,
             "chunks": self.chunks,
-            "skipped": list(self.skipped),
+            "skipped": self.skipped,
             "admitted": list(self.admitted),
             "preempted": [{"victim": v, "cause": c, "for": b} for v, c, b in self.preempted],
             "waiting_reason": self.head_reason,

@@ -128,7 +128,7 @@ def _cause_in(step: StepRecord, request_id: str, *, resumed: bool) -> str:
     if request_id in step.chunks:
         return "recompute" if resumed else "prefill"
     if request_id in step.skipped:
-        return "not_granted"
+        return f"not_granted_{step.skipped[request_id]}"
     return "decode_beside_prefill" if step.chunks else "decode"
 
 
