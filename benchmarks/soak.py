@@ -15,6 +15,7 @@ import argparse
 import asyncio
 import json
 import random
+import sys
 import tempfile
 import time
 from collections import Counter
@@ -35,6 +36,7 @@ SETTINGS: dict[str, Any] = {
 }
 TIMEOUT_S = 60.0
 MEMORY_SLACK_MIB = 24.0
+LOG_CHARS = 20_000
 WORDS = [
     "time",
     "year",
@@ -145,8 +147,9 @@ class Client:
                         events.append(line[6:])
                     if leave_after is not None and len(events) > leave_after:
                         return
-        self._check(bool(events) and events[-1] == "[DONE]", f"{path}: a stream ended with {events[-1:]}")
-        if len(events) > 1:
+        if events[-1:] != ["[DONE]"]:
+            self._check(False, f"{path}: a stream ended with {events[-1:]}")
+        elif len(events) > 1:
             ended = [c["finish_reason"] for e in events[:-1] for c in json.loads(e)["choices"] if c["finish_reason"]]
             self._check(len(ended) == body["n"] * _num_prompts(body), f"{path}: {len(ended)} ends")
             if "abort" not in ended:
@@ -306,6 +309,8 @@ async def run(args: argparse.Namespace) -> int:
             finally:
                 status = server.stop()
         soak.report["exit_status"] = status
+        if soak.faults or status:
+            print((Path(folder) / "log").read_text()[-LOG_CHARS:], file=sys.stderr)
     print(json.dumps(soak.report, indent=1))
     if args.json is not None:
         args.json.write_text(json.dumps(soak.report, indent=1) + "\n")

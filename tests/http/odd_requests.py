@@ -100,24 +100,29 @@ PLAUSIBLE: dict[str, list[Any]] = {
 }
 
 
+STREAMED = {
+    path for path, body in REQUEST_BODIES.items() if "stream" in body.__struct_fields__ and "render" not in path
+}
+
+
+def one_in(count: int) -> st.SearchStrategy[bool]:
+    """True once in so many times; booleans and bounds of integers come up far more often than that."""
+    return st.sampled_from([False] * (count - 1) + [True])
+
+
 @st.composite
 def bodies(draw: st.DrawFn, path: str) -> bytes:
     """A body for a route: mostly right, mostly JSON."""
-    if draw(st.integers(0, 30)) == 0:
+    if draw(one_in(30)):
         return draw(st.binary(max_size=50))
     body = dict(BASES[path])
+    if path in STREAMED and draw(one_in(2)):
+        body["stream"] = True
     names = [*REQUEST_BODIES[path].__struct_fields__, "no_such_field"]
     likely = [name for name in names if name in PLAUSIBLE]
-    for name in draw(st.lists(st.sampled_from(likely), max_size=4)):
+    for name in draw(st.lists(st.sampled_from(likely), max_size=3)):
         body[name] = draw(st.sampled_from(PLAUSIBLE[name]))
-    if draw(st.booleans()):
+    if draw(one_in(3)):
         for name in draw(st.lists(st.sampled_from(names), min_size=1, max_size=2)):
             body[name] = draw(values)
     return json.dumps(body).encode()
-
-
-@st.composite
-def requests(draw: st.DrawFn) -> tuple[str, bytes, bool]:
-    """A path, a body, and whether the client leaves at the first sign of an answer."""
-    path = draw(st.sampled_from(sorted(BASES)))
-    return path, draw(bodies(path)), draw(st.integers(0, 7)) == 0

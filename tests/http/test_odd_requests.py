@@ -5,19 +5,24 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.http.odd_requests import requests
+from headrace.entrypoints.batch import BatchRun
+from tests.http.odd_wires import Odd, batch_lines, wires
+from tests.http.raw_client import RawReply, exchange
 from tests.simulated_service import SimulatedService, start_simulated
 
 AT_ONCE = 10
-TIMEOUT_S = 10.0
+TIMEOUT_S = 20.0
 SHORT, LONG = 2_000, 20_000
-Odd = tuple[str, bytes, bool]
+MAX_REFUSAL_BYTES = 2_000
 
 
 class Field:
@@ -34,31 +39,52 @@ class Field:
         self._runner.close()
 
     def play(self, odd: list[Odd]) -> None:
-        self._runner.run(self._play(odd))
-
-    async def _play(self, odd: list[Odd]) -> None:
-        async with asyncio.timeout(TIMEOUT_S):
-            canary, *_ = await asyncio.gather(self.service.canary(), *(self._send(*one) for one in odd))
-        assert canary == self._canary
+        self._runner.run(self._beside_canary(*(self._send(one) for one in odd)))
         self.num_requests += len(odd)
 
-    async def _send(self, path: str, body: bytes, leaves: bool) -> None:
-        headers = {"Content-Type": "application/json"}
-        async with self.service.http.stream("POST", path, content=body, headers=headers) as reply:
-            assert reply.status_code < 500, (path, body, await reply.aread())
-            if leaves:
-                return
-            text = (await reply.aread()).decode()
-        if reply.headers["content-type"].startswith("text/event-stream"):
-            _check_stream(path, text)
+    def play_batch(self, lines: list[bytes]) -> None:
+        self._runner.run(self._beside_canary(self._batch(lines)))
+        self.num_requests += len(lines)
+
+    async def _beside_canary(self, *work: Any) -> None:
+        async with asyncio.timeout(TIMEOUT_S):
+            canary, *_ = await asyncio.gather(self.service.canary(), *work)
+        assert canary == self._canary
+
+    async def _send(self, odd: Odd) -> None:
+        reply = await exchange(self.service.url, odd.pieces, leaves=odd.leaves, cut=odd.cut)
+        assert reply.status < 500, (odd, reply)
+        if odd.leaves or (odd.wild and not reply.is_whole):
+            return
+        assert reply.is_whole, (odd, reply)
+        if reply.kind == "text/event-stream":
+            _check_stream(odd.path, reply.body.decode())
+        elif reply.kind == "application/json":
+            _check_answer(reply)
         else:
-            answer = json.loads(text, parse_constant=_refuse)
-            if reply.status_code != 200:
-                assert len(text) < 2_000
-                assert answer["error"]["message"], (path, body)
+            assert odd.wild, (odd, reply)
+
+    async def _batch(self, lines: list[bytes]) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            source, target = Path(folder) / "in", Path(folder) / "out"
+            source.write_bytes(b"".join(line + b"\n" for line in lines))
+            await BatchRun(self.service.context, source, target, window=4).run()
+            results = target.read_bytes().splitlines()
+        assert len(results) == len(lines)
+        for result in results:
+            answer = json.loads(result, parse_constant=_refuse)
+            assert answer["response"]["status_code"] < 500, answer
+            assert (answer["error"] is None) == (answer["response"]["status_code"] == 200)
 
     def settle(self) -> None:
         self._runner.run(self.service.settles())
+
+
+def _check_answer(reply: RawReply) -> None:
+    answer = json.loads(reply.body, parse_constant=_refuse)
+    if reply.status >= 300:
+        assert len(reply.body) < MAX_REFUSAL_BYTES
+        assert answer["error"]["message"]
 
 
 def _refuse(constant: str) -> float:
@@ -87,7 +113,10 @@ def field() -> Iterator[Field]:
     made.close()
 
 
-def play_many(field: Field, count: int) -> None:
+Play = Callable[..., None]
+
+
+def play_many(field: Field, count: int, play: Play, strategy: st.SearchStrategy[Any]) -> None:
     @settings(
         max_examples=math.ceil(count / AT_ONCE),
         deadline=None,
@@ -95,21 +124,33 @@ def play_many(field: Field, count: int) -> None:
         print_blob=True,
         database=None,
     )
-    @given(st.lists(requests(), min_size=AT_ONCE, max_size=AT_ONCE))
-    def play(odd: list[Odd]) -> None:
-        field.play(odd)
+    @given(st.lists(strategy, min_size=AT_ONCE, max_size=AT_ONCE))
+    def run(odd: list[Any]) -> None:
+        play(odd)
 
-    play()
+    run()
     assert field.num_requests >= count
     field.settle()
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_odd_requests(field: Field) -> None:
-    play_many(field, SHORT)
+    play_many(field, SHORT, field.play, wires())
+
+
+@pytest.mark.slow
+def test_odd_batches(field: Field) -> None:
+    play_many(field, SHORT // 10, field.play_batch, batch_lines())
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+def test_many_odd_requests(field: Field) -> None:
+    play_many(field, LONG, field.play, wires())
 
 
 @pytest.mark.long
 @pytest.mark.timeout(1200)
-def test_many_odd_requests(field: Field) -> None:
-    play_many(field, LONG)
+def test_many_odd_batches(field: Field) -> None:
+    play_many(field, LONG // 10, field.play_batch, batch_lines())
