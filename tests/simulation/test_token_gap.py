@@ -23,7 +23,9 @@ ALONE_S = PER_STEP_S + NUM_STREAMS * PER_TOKEN_S
 class Run:
     """A core in virtual time that notes when each request got its tokens."""
 
-    def __init__(self, factor: float, **settings: object) -> None:
+    def __init__(
+        self, factor: float, *, cost: StepCost = StepCost(PER_STEP_S, PER_TOKEN_S), **settings: object
+    ) -> None:
         self.clock = ManualClock()
         config = make_engine_config(
             make_architecture(max_position=8192, eos_token_ids=()),
@@ -35,7 +37,6 @@ class Run:
             max_token_gap_factor=factor,
             **settings,
         )
-        cost = StepCost(PER_STEP_S, PER_TOKEN_S)
         self.core = EngineCore(config, SimulatedExecutor(config, clock=self.clock, cost=cost, lazy=True), self.clock)
         self.times: dict[str, list[float]] = defaultdict(list)
         self.arrivals: dict[str, float] = {}
@@ -124,19 +125,64 @@ def test_a_crowd_at_the_door_is_not_held_back_for_few_streams() -> None:
     assert run.clock.monotonic() - began < 2.0 * 24 * 256 * PER_TOKEN_S
 
 
-def test_a_hiccup_teaches_little_and_stale_costs_are_measured_anew() -> None:
+def test_one_hiccup_changes_nothing() -> None:
     cost = LearntCost()
-    assert cost.scaled_gap(2.0) is None
-    for _ in range(40):
+    for _ in range(20):
         cost.record(0.01, 0)
         cost.record(0.02, 10)
-    before = cost.max_prompt_tokens(0.015, 1)
+    before = cost.max_prompt_tokens(0.0151, 1)
+    assert before == 5
+    cost.record(5.0, 0)
     cost.record(5.0, 10)
-    assert cost.max_prompt_tokens(0.015, 1) > before / 2
+    assert cost.max_prompt_tokens(0.0151, 1) == before
+    assert cost.scaled_gap(2.0) == pytest.approx(0.02)
+
+
+def test_the_price_of_a_token_comes_from_steps_with_many() -> None:
+    cost = LearntCost()
+    cost.record(0.01, 0)
+    for _ in range(6):
+        cost.record(0.030, 40)
+        cost.record(0.014, 1)
+    assert cost.max_prompt_tokens(0.0201, 1) == 20
+
+
+def test_stale_costs_are_measured_anew() -> None:
+    cost = LearntCost()
+    assert cost.scaled_gap(2.0) is None and cost.is_stale(1)
+    for _ in range(4):
+        cost.record(0.01, 0)
     assert not cost.is_stale(1) and cost.is_stale(2)
     for _ in range(64):
         cost.record(0.02, 10)
     assert cost.is_stale(1)
-    cost.record(0.03, 0, 3)
+    cost.record(0.04, 0)
+    assert cost.is_stale(1) and cost.scaled_gap(2.0) == pytest.approx(0.02)
+    cost.record(0.03, 0)
+    assert not cost.is_stale(1) and cost.scaled_gap(2.0) == pytest.approx(0.06)
+    cost.record(0.05, 0, 3)
+    cost.record(0.05, 0, 3)
     assert not cost.is_stale(3) and cost.is_stale(1)
-    assert cost.scaled_gap(2.0) == pytest.approx(0.06)
+    assert cost.scaled_gap(2.0) == pytest.approx(0.10)
+
+
+def test_a_prompt_that_waits_long_gets_more_within_bounds() -> None:
+    """One that would take far too long at the streams' pace ends sooner, and never makes them wait without end."""
+    run = Run(1.1)
+    start = start_streams(run)
+    run.add("p", 3000, 2)
+    run.until(ended="p")
+    least = 0.1 * ALONE_S / PER_TOKEN_S
+    assert run.wait_of("p") < 0.75 * 3000 / least * 1.1 * ALONE_S
+    assert run.gaps(after_s=start).max() <= (1.0 + 2.5 * 0.1) * ALONE_S * 1.05
+
+
+def test_gaps_that_nobody_feels_hold_no_prompt_back() -> None:
+    run = Run(1.5, cost=StepCost(0.002, 0.0001))
+    run.add("s0", 8, 4000)
+    run.until(time_s=1.0)
+    run.add("p", 1000, 2)
+    start = run.clock.monotonic()
+    run.until(ended="p")
+    assert run.wait_of("p") < 0.25
+    assert run.gaps(after_s=start).max() < 0.0125

@@ -36,7 +36,7 @@ SECTIONS: dict[str, type] = {
     "observability": ObservabilitySection,
     "limits": LimitsSection,
 }
-CPU_TOKEN_GAP_FACTOR = 1.5
+CPU_TOKEN_GAP_FACTOR = 1.4
 FLOAT_FORMATS = frozenset({"F32", "F16", "BF16"})
 
 
@@ -293,7 +293,7 @@ def _resolve_token_gap(r: _Resolver, cpu: bool) -> None:
     if r.get("scheduler.max_token_gap_ms") > 0.0:
         r.decide("scheduler.max_token_gap_factor", 0.0, "--max-token-gap-ms says what is wanted")
     elif cpu:
-        why = "a long prompt takes a CPU seconds; streams go on at two thirds of their pace meanwhile"
+        why = "a long prompt takes a CPU seconds; streams go on at 70 % of their pace meanwhile"
         r.decide("scheduler.max_token_gap_factor", CPU_TOKEN_GAP_FACTOR, why)
     else:
         r.decide("scheduler.max_token_gap_factor", 0.0, "prompts pass quickly on this device")

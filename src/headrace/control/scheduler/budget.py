@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Iterable
+
 _FIRST_PROMPT_SHARE = 64
-_MEMORY = 0.2
-# A step may be held up by anything on the machine; what it teaches is bounded, so that one hiccup starves no prompt.
-_MAX_SURPRISE = 3.0
+# How many steps of each kind are remembered, and for how many with prompts in a row the base is believed.
+_NUM_PLAIN = 9
+_NUM_MIXED = 15
 _MAX_MIXED_STEPS = 64
+# Of two steps the quicker one counts, so that one hiccup does not set the pace.
+_NUM_FRESH = 2
 _MAX_GROWTH = 1.5
 
 
@@ -39,20 +44,26 @@ class StepBudget:
 class StepCost:
     """Learns what a step costs: a base for a step of running streams alone, and a price for each prompt token.
 
-    Pure: it sees durations and counts, never a clock. Recent steps weigh more. The base is learnt only from steps
-    without prompts; `is_stale` asks for one when many had prompts, or when there are far more or fewer streams now.
+    Pure: it sees durations and counts, never a clock. Both are medians of recent steps (the price's weighs each step by
+    its prompt tokens, for the fewer they are the more of the difference is chance), since a step may be held up by
+    anything on the machine. The base is learnt only from steps without prompts; `is_stale` asks for some when many had
+    prompts, or when there are far more or fewer streams now.
     """
 
     def __init__(self) -> None:
+        self._plain: deque[float] = deque(maxlen=_NUM_PLAIN)
+        self._mixed: deque[tuple[float, int]] = deque(maxlen=_NUM_MIXED)
         self._base_s: float | None = None
-        self._per_token_s: float | None = None
         self._num_streams = 1
         self._num_mixed = 0
+        self._num_wanted = _NUM_FRESH
 
     def is_stale(self, num_streams: int) -> bool:
         """Whether it is not known what ``num_streams`` cost alone."""
-        grown = not self._num_streams / _MAX_GROWTH <= num_streams <= self._num_streams * _MAX_GROWTH
-        return grown or self._num_mixed >= _MAX_MIXED_STEPS
+        return self._num_wanted > 0 or self._has_grown(num_streams)
+
+    def _has_grown(self, num_streams: int) -> bool:
+        return not self._num_streams / _MAX_GROWTH <= num_streams <= self._num_streams * _MAX_GROWTH
 
     def record(self, duration_s: float, num_prompt_tokens: int, num_requests: int = 1) -> None:
         """Learn from a step that took ``duration_s`` and computed ``num_prompt_tokens`` of prompt chunks."""
@@ -60,11 +71,19 @@ class StepCost:
             return
         if num_prompt_tokens:
             extra = max(0.0, duration_s - (self._base_s or 0.0))
-            self._per_token_s = _blend(self._per_token_s, extra / num_prompt_tokens)
+            self._mixed.append((extra / num_prompt_tokens, num_prompt_tokens))
             self._num_mixed += 1
-        else:
-            self._base_s = duration_s if self.is_stale(num_requests) else _blend(self._base_s, duration_s)
-            self._num_streams, self._num_mixed = num_requests, 0
+            if self._num_mixed == _MAX_MIXED_STEPS:
+                self._num_wanted = _NUM_FRESH
+            return
+        if self._has_grown(num_requests) or (self._num_wanted and self._num_mixed):
+            self._plain.clear()
+            self._num_wanted = _NUM_FRESH
+        self._num_streams, self._num_mixed = num_requests, 0
+        self._num_wanted = max(0, self._num_wanted - 1)
+        self._plain.append(duration_s)
+        if not self._num_wanted or self._base_s is None:
+            self._base_s = sorted(self._plain)[(len(self._plain) - 1) // 2]
 
     def scaled_gap(self, factor: float) -> float | None:
         """Seconds of ``factor`` steps of streams alone; ``None`` while those are unknown."""
@@ -72,11 +91,18 @@ class StepCost:
 
     def max_prompt_tokens(self, gap_s: float, at_least: int) -> int:
         """Prompt tokens that a step of at most ``gap_s`` has room for; never under ``at_least``, so prompts advance."""
-        if self._per_token_s is None:
+        if not self._mixed:
             return max(at_least, _FIRST_PROMPT_SHARE)
         room_s = gap_s - (self._base_s or 0.0)
-        return max(at_least, int(room_s / max(self._per_token_s, 1e-9)))
+        return max(at_least, int(room_s / max(_weighted_median(self._mixed), 1e-9)))
 
 
-def _blend(old: float | None, new: float) -> float:
-    return new if old is None else old + _MEMORY * (min(new, _MAX_SURPRISE * old) - old)
+def _weighted_median(values: Iterable[tuple[float, int]]) -> float:
+    """The value at which half of the weights is reached."""
+    ordered = sorted(values)
+    rest = sum(weight for _, weight in ordered) / 2
+    for value, weight in ordered:
+        rest -= weight
+        if rest <= 0:
+            return value
+    raise AssertionError("weights are positive")

@@ -6,6 +6,7 @@ moves the counts of the requests.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from headrace.control.scheduler.budget import StepBudget
@@ -54,6 +55,11 @@ class StepPlan:
 _LEAST_PROMPT_TOKENS = 4
 # From this many streams to a waiting prompt on, the limits of gaps hold to the letter.
 _STREAMS_PER_PROMPT = 4
+# From this wait on, a prompt's part grows with its wait, up to a multiple.
+_PATIENCE_S = 3.0
+_MAX_WAIT_FACTOR = 2.5
+# Tokens that follow each other as fast as this are read by nobody: there is no need to hold prompts back for less.
+_UNFELT_GAP_S = 0.012
 # More prompts than this do not advance side by side: all of them would end late.
 _MAX_SHARERS = 4
 
@@ -65,31 +71,41 @@ def make_plan(state: SchedulerState, throttle_prefills: bool) -> StepPlan:
     has_gap_limit = section.max_token_gap_ms > 0.0 or bool(section.max_token_gap_factor)
     if not (throttle_prefills or has_gap_limit):
         return StepPlan(budget, _get_prompt_limit(state, budget), defer_prompts=False)
-    num_prompts = sum(r.num_computed_tokens < r.num_prompt_tokens for r in running)
-    num_streams = len(running) - num_prompts
+    prompts = [r for r in running if r.num_computed_tokens < r.num_prompt_tokens]
+    num_streams = len(running) - len(prompts)
     num_sharers = 0
     if num_streams and has_gap_limit:
-        num_waiting = num_prompts + min(len(state.waiting), section.max_num_seqs - len(running))
-        share = _get_prompt_share(state, num_waiting / num_streams)
-        budget.prompt = min(budget.prompt, share)
+        num_waiting = len(prompts) + min(len(state.waiting), section.max_num_seqs - len(running))
+        urgency = max(
+            _STREAMS_PER_PROMPT * num_waiting / num_streams, _find_longest_wait_s(state, prompts) / _PATIENCE_S
+        )
+        budget.prompt = min(budget.prompt, _get_prompt_share(state, max(1.0, urgency)))
         num_sharers = min(num_waiting, _MAX_SHARERS)
         throttle_prefills = throttle_prefills or state.cost.is_stale(num_streams)
     limit = _get_prompt_limit(state, budget)
     return StepPlan(budget, limit, throttle_prefills and num_streams > 0, num_sharers=num_sharers)
 
 
-def _get_prompt_share(state: SchedulerState, prompts_per_stream: float) -> int:
+def _find_longest_wait_s(state: SchedulerState, prompts: Sequence[Request]) -> float:
+    """How long the oldest prompt has waited for its first token, up to the bound of its effect."""
+    waiting = (*prompts, *state.waiting.requests[:1])
+    longest = max((state.now - r.queued for r in waiting if not r.first_token), default=0.0)
+    return min(longest, _MAX_WAIT_FACTOR * _PATIENCE_S)
+
+
+def _get_prompt_share(state: SchedulerState, urgency: float) -> int:
     """Prompt tokens that keep the gap between the streams' tokens within its limits.
 
-    The factor speaks for streams that outnumber prompts: where many wait for their first token beside few streams, what
-    they may take grows in proportion, for then waiting costs more people more.
+    The factor speaks for streams that outnumber prompts, and for prompts that came lately: what they may take grows with
+    ``urgency`` where many wait for their first token beside few streams, for then waiting costs more people more, and
+    where one has waited long.
     """
     section, cost = state.section, state.cost
     limits = [section.max_token_gap_ms / 1e3] if section.max_token_gap_ms > 0.0 else []
     if section.max_token_gap_factor:
-        factor = 1.0 + (section.max_token_gap_factor - 1.0) * max(1.0, _STREAMS_PER_PROMPT * prompts_per_stream)
-        if (scaled := cost.scaled_gap(factor)) is not None:
-            limits.append(scaled)
+        scaled = cost.scaled_gap(1.0 + (section.max_token_gap_factor - 1.0) * urgency)
+        if scaled is not None:
+            limits.append(max(scaled, _UNFELT_GAP_S))
     # Before any step of streams alone there is no measure: the least that advances.
     return cost.max_prompt_tokens(min(limits, default=0.0), min(_LEAST_PROMPT_TOKENS, state.kv.block_size))
 
