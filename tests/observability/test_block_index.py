@@ -88,3 +88,27 @@ def test_the_filter_forgets_nothing(hashes: set[bytes]) -> None:
     for block_hash in hashes:
         known.add(block_hash)
     assert all(block_hash in known for block_hash in hashes)
+
+
+def test_owners_see_their_own_alone() -> None:
+    index = BlockIndex(capacity=4)
+    hashes = chain(TEXT)
+    index.stored(hashes, None, TEXT, SIZE, (), "ann")
+    other = [*TEXT[:6], *range(500, 510)]
+    place, parents = chain(other)[1], chain(other)[:1]
+
+    def why_of(owner: str | None) -> str:
+        return index.explain(place, parents, other, SIZE, (), owner).reason
+
+    assert why_of("ann") == "text_differs"
+    assert why_of("bob") == why_of(None) == "never_seen"
+    index.seen(hashes[:2], "bob")
+    assert why_of("bob") == "text_differs"
+    for block_hash in hashes:
+        index.removed(block_hash, 7)
+    assert index.explain(hashes[3], hashes[:3], TEXT, SIZE, (), "ann").reason == "evicted"
+    assert index.explain(hashes[3], hashes[:3], TEXT, SIZE, (), "bob").reason == "never_seen"
+    # And when the index has forgotten them, only those who had them are told so.
+    index.stored(chain(list(range(900, 916))), None, list(range(900, 916)), SIZE, (), "ann")
+    assert index.explain(hashes[3], hashes[:3], TEXT, SIZE, (), "ann").reason == "left_index"
+    assert index.explain(hashes[3], hashes[:3], TEXT, SIZE, (), "bob").reason == "never_seen"

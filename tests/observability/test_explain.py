@@ -161,7 +161,7 @@ async def test_a_slow_reader_is_named(start: StartLive) -> None:
     plug.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     plug.setblocking(False)
     await asyncio.get_running_loop().sock_connect(plug, live.listener.getsockname()[:2])
-    body = b'{"prompt": "ab", "max_tokens": 2000, "ignore_eos": true, "stream": true}'
+    body = b'{"prompt": "ab", "max_tokens": 600, "ignore_eos": true, "stream": true}'
     head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nX-Request-Id: slow\r\nContent-Length: %d\r\n\r\n" % len(body)
     await asyncio.get_running_loop().sock_sendall(plug, head + body)
     with plug:
@@ -319,3 +319,53 @@ async def test_usage_carries_timing_on_request(start: StartLive) -> None:
     lines = (await live.http.post("/v1/chat/completions", json=fields)).text.splitlines()
     last = json.loads([line for line in lines if line.startswith("data: {")][-1][6:])
     assert last["usage"]["timing"]["decode_ms"] >= 20
+
+
+async def test_prompts_are_shown_to_their_owner_alone_and_only_if_kept(
+    start: StartLive, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def key(name: str) -> dict[str, str]:
+        return {"Authorization": f"Bearer {name}"}
+
+    quiet = await start(options={"api_key": ("ann", "bob")})
+    quiet.http.headers.update(key("ann"))
+    await quiet.complete("a", prompt="secret", max_tokens=1)
+    assert (await quiet.http.get("/v1/requests/a/explain?prompt=true")).status_code == 403
+    live = await start(options={"api_key": ("ann", "bob")}, explain_prompts=True)
+    live.http.headers.update(key("ann"))
+    await live.complete("a", prompt="secret", max_tokens=1)
+    assert live.llm.tokenizer is not None
+    await live.complete("b", prompt=live.llm.tokenizer.encode("se", False), max_tokens=1)
+    assert (await live.http.get("/v1/requests/a/explain?prompt=true")).json()["prompts"] == ["secret"]
+    assert (await live.http.get("/v1/requests/b/explain?prompt=true")).json()["prompts"] == ["se"]
+    assert "prompts" not in (await live.explain("a"))
+    theirs = await live.http.get("/v1/requests/a/explain?prompt=true", headers=key("bob"))
+    assert theirs.status_code == 403 and "secret" not in theirs.text
+    plain = await live.http.get("/v1/requests/a/explain", headers=key("bob"))
+    assert plain.status_code == 200 and "secret" not in plain.text
+    assert (await live.http.get("/v1/requests/a/explain?prompt=maybe")).status_code == 400
+    command = ["explain", "a", "--prompt", "--url", live.url, "--api-key", "ann"]
+    assert await asyncio.to_thread(main, command) == 0
+    assert capsys.readouterr().out.endswith("prompt\nsecret\n")
+
+
+@pytest.mark.parametrize("across", [False, True])
+async def test_another_keys_text_was_never_seen_unless_allowed(start: StartLive, across: bool) -> None:
+    live = await start(options={"api_key": ("ann", "bob")}, explain_across_salts=across)
+
+    async def ask(name: str, key: str, prompt: str) -> dict[str, Any]:
+        live.http.headers["Authorization"] = f"Bearer {key}"
+        await live.complete(name, prompt=prompt, max_tokens=1)
+        return (await live.explain(name))["prefix"]
+
+    await ask("first", "ann", "a" * 40)
+    apart = await ask("second", "bob", "a" * 30 + "b" * 10)
+    assert apart["miss"]["reason"] == ("text_differs" if across else "never_seen")
+    assert (await ask("third", "ann", "a" * 30 + "c" * 10))["miss"]["reason"] == "text_differs"
+    # What bob found in the cache he has seen himself.
+    assert (await ask("fourth", "bob", "a" * 26 + "d" * 14))["miss"] == {
+        "block": 6,
+        "first_token": 24,
+        "reason": "text_differs",
+        "token": 26,
+    }

@@ -6,9 +6,11 @@ from random import Random
 
 import pytest
 
+from headrace.control.scheduler.recorder import WaitReason
 from headrace.messages.outputs import FinishReason
-from headrace.messages.requests import ResetPrefixCache
+from headrace.messages.requests import ResetPrefixCache, Sleep, Wake
 from headrace.messages.sampling_params import StructuredOutputParams
+from headrace.observability.explain import CAUSES
 from headrace.observability.flight_recorder.recorder import FlightRecorder
 from headrace.testing.fake_connector import FakeConnector, FakeHits, FakeWorkerConnector
 from headrace.testing.fake_grammar import FakeGrammar
@@ -69,6 +71,92 @@ def test_preemption_names_the_beneficiary(depth: int) -> None:
     assert causes["recompute"] >= STEP_S / 2
     assert core.unattributed("new") < 1e-9
     assert core.unattributed("old") < 1e-9
+
+
+def test_somebody_more_urgent_is_named() -> None:
+    core = WatchedCore(max_num_seqs=1, scheduling_policy="priority")
+    core.add(make_request("first", prompt(1, 6), 4))
+    core.step(2)
+    core.add(make_request("patient", prompt(2, 6), 4, priority=5, arrival_time=1.0))
+    core.step()
+    core.add(make_request("urgent", prompt(3, 6), 20, priority=-5, arrival_time=2.0))
+    core.step(12)
+    assert core.core.scheduler.make_stats().waiting_reasons == {"priority": 1}
+    core.run()
+    causes = core.causes("patient")
+    assert causes["waiting_running_limit"] >= STEP_S
+    assert causes["waiting_priority"] >= 18 * STEP_S
+    assert "waiting_priority" not in core.causes("urgent")
+    assert core.unattributed("patient") < 1e-9
+
+
+def test_nobody_is_overtaken_by_an_earlier_one() -> None:
+    core = WatchedCore(max_num_seqs=1, scheduling_policy="priority")
+    core.run(make_request("old", prompt(1, 6), 9, priority=-1), make_request("new", prompt(2, 6), 2, priority=1))
+    assert "waiting_priority" not in core.causes("new")
+
+
+def test_sleep_is_named() -> None:
+    core = WatchedCore(max_num_seqs=1)
+    core.add(make_request("a", prompt(1, 6), 20), make_request("b", prompt(2, 6), 4))
+    core.step(4)
+    core.core.perform(Sleep(level=1))
+    core.clock.advance(3.0)
+    assert core.core.scheduler.make_stats().waiting_reasons == {"drain": 2}
+    core.core.perform(Wake())
+    core.run()
+    assert core.causes("b")["waiting_drain"] == pytest.approx(3.0, abs=2 * STEP_S)
+    assert core.causes("a")["preempted"] == pytest.approx(3.0, abs=2 * STEP_S)
+    assert core.explain("a")["preemptions"][0]["cause"] == "drain"
+    assert core.unattributed("a") < 1e-9 and core.unattributed("b") < 1e-9
+
+
+def test_every_reason_has_words() -> None:
+    for reason in WaitReason:
+        assert f"waiting_{reason.value}" in CAUSES
+    running = {"token_budget", "input_budget", "no_blocks", "throttled", "steps_in_flight", "drain"}
+    assert {cause for cause in CAUSES if cause.startswith("not_granted_")} == {f"not_granted_{r}" for r in running}
+
+
+def test_prompts_held_back_for_streams_are_named() -> None:
+    core = WatchedCore(num_kv_blocks=129)
+    core.add(make_request("stream", prompt(1, 4), 30))
+    core.step(2)
+    plain = core.core.scheduler.schedule
+    core.core.scheduler.schedule = lambda now: plain(now, throttle_prefills=core.clock.monotonic() < 100.1)  # type: ignore[method-assign]
+    core.run(make_request("prompt", prompt(2, 12), 1))
+    assert core.causes("prompt")["waiting_throttled"] >= 5 * STEP_S
+
+
+def test_blocks_behind_a_fence_are_named_for_those_who_run() -> None:
+    named = set()
+    for seed in range(8):
+        core = WatchedCore(num_kv_blocks=17, max_model_len=64, watermark=0.0, pipeline_depth=3)
+        core.run(*(make_request(f"r{i}", prompt(seed + i, 12 + seed), 30) for i in range(3)))
+        named |= {cause for i in range(3) for cause in core.causes(f"r{i}")}
+    assert "not_granted_no_blocks" in named
+
+
+def test_a_step_that_is_run_again_is_named_for_those_left_out() -> None:
+    core = WatchedCore(faults=FaultPlan(fail_forward=frozenset({3})))
+    core.run(*(make_request(f"r{i}", prompt(i, 6), 8) for i in range(4)))
+    assert any("not_granted_drain" in core.causes(f"r{i}") for i in range(4))
+    assert all(core.unattributed(f"r{i}") < 1e-9 for i in range(4))
+
+
+def test_lifetimes_of_blocks_are_measured_when_asked() -> None:
+    core = WatchedCore(num_kv_blocks=17, max_model_len=64, kv_block_sample=1.0)
+    core.run(make_request("a", prompt(1, 17), 1))
+    core.clock.advance(2.0)
+    core.run(make_request("b", prompt(1, 17), 1))
+    core.clock.advance(1.0)
+    core.run(make_request("c", prompt(2, 60), 4))
+    residency = core.recorder.residency
+    assert residency.lifetime.count == residency.idle_before_evict.count == 4
+    assert residency.lifetime.sum == pytest.approx(4 * 3.0, abs=1.0)
+    assert residency.reuse_gap.sum == pytest.approx(4 * 2.0, abs=1.0)
+    assert set(core.core.perform(_query("stats"))["histograms"]) >= {"kv_block_lifetime", "step_tokens"}
+    assert WatchedCore().core.perform(_query("stats"))["histograms"].keys() == {"step_tokens"}
 
 
 def test_a_failed_step_is_named() -> None:

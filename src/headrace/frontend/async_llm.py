@@ -21,6 +21,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, TypeVar, Unpack
 
+import msgspec
+
 from headrace.base.clock import Clock, SystemClock
 from headrace.base.errors import EngineDeadError, InvalidRequestError, NotAcceptingError, QueueFullError
 from headrace.base.logging import get_logger
@@ -49,7 +51,7 @@ from headrace.messages.request_output import RequestOutput
 from headrace.messages.requests import AnyControl, Drain, EngineCoreRequest, Query
 from headrace.messages.sampling_params import SamplingParams
 from headrace.observability.explain import explain_request
-from headrace.observability.marks import MarkBook, Marks
+from headrace.observability.marks import MAX_PROMPT_CHARS, MarkBook, Marks
 
 logger = get_logger(__name__)
 T = TypeVar("T")
@@ -273,6 +275,8 @@ class AsyncLLM:
             self.input.make_request(prompt, own, external_id=request_id, arrival=arrival, **extras)
             for prompt, own in zip(tokens, params, strict=True)
         ]
+        if marks.owner is not None:
+            requests = [msgspec.structs.replace(request, owner=marks.owner) for request in requests]
         num_new = sum(request.sampling.n for request in requests)
         self._check_open(num_new, sum(request.sampling.n * len(request.prompt_token_ids) for request in requests))
         return await self._send(request_id, requests, [prompt.text for prompt in tokens], marks)
@@ -282,6 +286,8 @@ class AsyncLLM:
     ) -> list[OutputStream]:
         """Register all, then send all; on any way out but the last all of them end."""
         streams: list[OutputStream] = []
+        if self.config.observability.explain_prompts:
+            self.marks.keep_prompts(marks, map(self._spell_prompt, requests, texts))
         try:
             groups = [
                 RequestGroup(external_id, request, text, self.tokenizer)
@@ -303,6 +309,13 @@ class AsyncLLM:
                 stream.close()
             raise
         return streams
+
+    def _spell_prompt(self, request: EngineCoreRequest, text: str | None) -> str:
+        """The prompt as text, or as token ids where nobody can spell them."""
+        if text is not None:
+            return text
+        token_ids = request.prompt_token_ids[:MAX_PROMPT_CHARS]
+        return str(token_ids) if self.tokenizer is None else self.tokenizer.decode(token_ids, skip_special_tokens=False)
 
     def _register(self, group: RequestGroup) -> OutputStream:
         """Make the group and its stream known, before anything is sent."""
@@ -342,11 +355,12 @@ class AsyncLLM:
         self._check_alive()
         return await self.client.control(request, timeout_s)
 
-    async def explain(self, name: str) -> dict[str, Any] | None:
+    async def explain(self, name: str, *, with_prompts: bool = False) -> dict[str, Any] | None:
         """Why a request takes or took its time, one explanation per answer; ``None`` for one that nobody remembers.
 
         Args:
             name: the caller's id or an internal one.
+            with_prompts: add what it asked, as far as that is kept; who may see it is for the caller to decide.
         """
         marks = self.marks.find(name)
         if marks is None:
@@ -356,7 +370,8 @@ class AsyncLLM:
             core = await self.control(Query(topic="explain", argument=request_id), EXPLAIN_TIMEOUT_S)
             now = self._clock.monotonic()
             answers.append(explain_request(marks, request_id, core, self.marks.busy, self.marks.name_of, now))
-        return answers[0] if len(answers) == 1 else {**answers[0], "answers": answers}
+        found = answers[0] if len(answers) == 1 else {**answers[0], "answers": answers}
+        return {**found, "prompts": marks.prompts} if with_prompts else found
 
     async def check_constraint(self, params: SamplingParams, param: str = "structured_outputs") -> SamplingParams:
         """Return the parameters with a structured output that is known to be enforceable; ``param`` is for errors."""

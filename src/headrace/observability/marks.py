@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from contextvars import ContextVar
 
 MAX_KEPT = 1024
+MAX_PROMPT_CHARS = 16_384
 _MAX_BUSY = 4096
 _SHORTEST_BUSY_S = 2e-4
 
@@ -23,14 +24,18 @@ class Marks:
         http: whether somebody waits for an answer to be delivered.
         tokenising: stretches of it.
         ends: by internal id, when the last output was seen and when it had been processed.
+        owner: which of several API keys it came with.
+        prompts: beginnings of its prompts, kept only if the operator said so.
     """
 
-    __slots__ = ("arrival", "delivered", "ends", "external_id", "http", "ids", "sent", "tokenising")
+    __slots__ = ("arrival", "delivered", "ends", "external_id", "http", "ids", "owner", "prompts", "sent", "tokenising")
 
-    def __init__(self, arrival: float, *, http: bool = False) -> None:
+    def __init__(self, arrival: float, *, http: bool = False, owner: str | None = None) -> None:
         self.external_id = ""
         self.arrival = arrival
         self.http = http
+        self.owner = owner
+        self.prompts: list[str] = []
         self.tokenising: list[tuple[float, float]] = []
         self.sent = 0.0
         self.ids: list[str] = []
@@ -72,6 +77,10 @@ class MarkBook:
     def open(self, arrival: float) -> Marks:
         """The marks of the request that is being handled; new ones for a caller without an edge."""
         return CURRENT.get() or Marks(arrival)
+
+    def keep_prompts(self, marks: Marks, prompts: Iterable[str]) -> None:
+        """Let explanations of a request show what it asked."""
+        marks.prompts += (prompt[:MAX_PROMPT_CHARS] for prompt in prompts)
 
     def bind(self, marks: Marks, external_id: str, ids: Iterable[str], now: float) -> None:
         """The request goes to the core as ``ids``."""

@@ -81,7 +81,7 @@ class Edge:
         # A dashboard that looks on is no work, and nothing to wait for at the end.
         counted = scope["path"] not in OPEN_PATHS and scope["path"] != FEED_PATH
         self._context.num_in_flight += counted
-        marks = Marks(self._context.llm.now(), http=True)
+        marks = Marks(self._context.llm.now(), http=True, owner=self._guard.owner(headers.get(b"authorization")))
         CURRENT.set(marks)
         try:
             await self._app(scope, receive, send_named)

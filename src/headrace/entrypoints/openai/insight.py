@@ -1,6 +1,7 @@
 """Looking inside over HTTP: why a request was slow, which requests there are, what steps did, a trace of it all.
 
-Every route here asks for the key. Nothing here shows a prompt or an answer.
+Every route here asks for the key. Nothing here shows an answer; a prompt only to the key that sent it, when it asks and
+the operator has prompts kept.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from headrace.entrypoints.openai.context import ServerContext
 from headrace.entrypoints.openai.errors import ApiError
 from headrace.messages.requests import Profile, Query
 from headrace.observability.explain import as_text
+from headrace.observability.marks import CURRENT
 from headrace.observability.trace import make_trace
 
 QUERY_TIMEOUT_S = 10.0
@@ -44,18 +46,38 @@ def _in_time() -> Iterator[None]:
 
 
 async def explain(context: ServerContext, request: Request) -> Response:
-    """``GET /v1/requests/{id}/explain``; ``?format=text`` for people."""
-    form = request.query_params.get("format", "json")
-    if form not in ("json", "text"):
-        raise InvalidRequestError("format must be json or text", param="format")
+    """``GET /v1/requests/{id}/explain``; ``?format=text`` for people, ``?prompt=true`` with the prompt."""
+    name, form = request.path_params["request_id"], _choice(request, "format", "json", "text")
+    with_prompts = _choice(request, "prompt", "false", "true") == "true"
+    if with_prompts:
+        _check_prompts_shown(context, name)
     with _in_time():
-        explanation = await context.llm.explain(request.path_params["request_id"])
+        explanation = await context.llm.explain(name, with_prompts=with_prompts)
     if explanation is None:
         message = "no such request is remembered; the newest thousand are"
         raise ApiError(404, message, param="id", code="request_not_found")
     if form == "text":
-        return PlainTextResponse("\n\n".join(as_text(e) for e in explanation.get("answers", [explanation])) + "\n")
+        parts = [as_text(answer) for answer in explanation.get("answers", [explanation])]
+        parts += [f"prompt\n{prompt}" for prompt in explanation.get("prompts", ())]
+        return PlainTextResponse("\n\n".join(parts) + "\n")
     return _json(explanation)
+
+
+def _choice(request: Request, name: str, *values: str) -> str:
+    """One of ``values`` from the query; the first by default."""
+    value = request.query_params.get(name, values[0])
+    if value not in values:
+        raise InvalidRequestError(f"{name} must be {' or '.join(values)}", param=name)
+    return value
+
+
+def _check_prompts_shown(context: ServerContext, name: str) -> None:
+    """Raise unless the caller may see the prompts of a request."""
+    if not context.llm.config.observability.explain_prompts:
+        raise ApiError(403, "this server keeps no prompts; it would with --explain-prompts", param="prompt")
+    asked, asking = context.llm.marks.find(name), CURRENT.get()
+    if asked is not None and (asking is None or asked.owner != asking.owner):
+        raise ApiError(403, "only the key that sent a request may see its prompt", param="prompt")
 
 
 async def list_requests(context: ServerContext, request: Request) -> Response:
