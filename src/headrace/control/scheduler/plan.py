@@ -96,9 +96,9 @@ def _find_longest_wait_s(state: SchedulerState, prompts: Sequence[Request]) -> f
 def _get_prompt_share(state: SchedulerState, urgency: float) -> int:
     """Prompt tokens that keep the gap between the streams' tokens within its limits.
 
-    The factor speaks for streams that outnumber prompts, and for prompts that came lately: what they may take grows with
-    ``urgency`` where many wait for their first token beside few streams, for then waiting costs more people more, and
-    where one has waited long.
+    The factor speaks for streams that outnumber prompts, and for prompts that came lately. What they may take grows
+    with ``urgency``: where many wait for their first token beside few streams, for then waiting costs more people more,
+    and where one has waited long.
     """
     section, cost = state.section, state.cost
     limits = [section.max_token_gap_ms / 1e3] if section.max_token_gap_ms > 0.0 else []
