@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -87,14 +88,13 @@ async def test_health_is_progress(start_service: StartService, monkeypatch: pyte
 
 async def test_death_is_seen_at_once(start_service: StartService) -> None:
     service = await start_service(auto=False)
-    service.core.die("out of memory")
+    service.core.die("out of memory while reading /models/secret.gguf")
     reply = await service.http.get("/health")
     assert reply.status_code == 503
-    assert "has stopped" in reply.json()["error"]["message"]
-    assert "out of memory" not in reply.text, "causes are for the log"
+    assert "the engine has stopped: out of memory while reading a file" in reply.json()["error"]["message"]
     reply = await service.complete()
     assert reply.status_code == 503
-    assert "out of memory" not in reply.text
+    assert "out of memory while reading a file" in reply.text and "secret" not in reply.text
     assert reply.headers["x-request-id"] in reply.json()["error"]["message"]
 
 
@@ -165,7 +165,13 @@ async def test_origins_are_closed_by_default(start_service: StartService) -> Non
 
 
 async def test_pages_about_the_server(service: Service) -> None:
-    assert "swagger" in (await service.http.get("/docs")).text
+    page = await service.http.get("/docs")
+    assert page.headers["content-type"].startswith("text/html")
+    assert "default-src 'none'" in page.headers["content-security-policy"]
+    assert not re.findall(r"(?:src|href)=|https?:|<script|@import", page.text), "nothing comes from elsewhere"
+    for path, kind in REQUEST_BODIES.items():
+        assert path in page.text
+        assert all(f"<code>{name}</code>" in page.text for name in kind.__struct_fields__), path
     document = (await service.http.get("/openapi.json")).json()
     assert document == openapi_document()
     for path, kind in REQUEST_BODIES.items():

@@ -257,18 +257,67 @@ def test_every_row_of_the_table_is_tested() -> None:
     assert set(REFUSALS) <= tested
 
 
+EFFORT_TEMPLATES = {
+    "plain": "{{ messages[0].content }}",
+    "switch": "{{ messages[0].content }}{% if enable_thinking is defined %}[{{ enable_thinking }}]{% endif %}</think>",
+    "marks": "{{ messages[0].content }}</think>",
+    "levels": "{{ messages[0].content }}[{{ reasoning_effort }}]",
+}
+
+
+@pytest.mark.parametrize(
+    ("template", "effort", "prompt"),
+    [
+        ("plain", "none", "Hi"),
+        ("plain", "medium", None),
+        ("plain", "no such", None),
+        ("plain", 5, None),
+        ("switch", "none", "Hi[False]</think>"),
+        ("switch", "medium", "Hi</think>"),
+        ("switch", "high", None),
+        ("marks", "none", None),
+        ("marks", "medium", "Hi</think>"),
+        ("levels", "none", "Hi[none]"),
+        ("levels", "high", "Hi[high]"),
+        ("levels", "huge", None),
+    ],
+)
+async def test_reasoning_effort_is_done_or_refused(
+    start_service: StartService, monkeypatch: pytest.MonkeyPatch, template: str, effort: Any, prompt: str | None
+) -> None:
+    monkeypatch.setattr("tests.http_service.TEMPLATE", EFFORT_TEMPLATES[template])
+    service = await start_service()
+    if prompt is None:
+        error = await refused(service, CHAT, {**BODIES[CHAT], "reasoning_effort": effort})
+        assert error["param"] == "reasoning_effort"
+        return
+    assert (await service.chat(reasoning_effort=effort)).status_code == 200
+    assert service.tokenizer.decode(service.core.added[0].prompt_token_ids) == prompt
+    own = {"reasoning_effort": "x", "enable_thinking": True}
+    assert (await service.chat(reasoning_effort=effort, chat_template_kwargs=own)).status_code == 200
+    told = service.tokenizer.decode(service.core.added[1].prompt_token_ids)
+    assert told == {"switch": "Hi[True]</think>", "levels": "Hi[x]"}.get(template, prompt), "the request's own wins"
+
+
+PADDED = {"include_usage": True, "include_obfuscation": True}
+
+
 async def test_unknown_fields_are_named(service: Service) -> None:
     for path in (COMPLETION, CHAT):
         error = await refused(service, path, {**BODIES[path], "guided_json": {}})
         assert error["param"] == "guided_json"
         error = await refused(service, path, {**BODIES[path], "stream": True, "stream_options": {"x": 1}})
         assert error["param"] == "stream_options.x"
+        error = await refused(service, path, {**BODIES[path], "stream": True, "stream_options": PADDED})
+        assert error["param"] == "stream_options.include_obfuscation"
 
 
 async def test_contradictions(service: Service) -> None:
     both = {"continue_final_message": True, "add_generation_prompt": True}
-    for body in (both, {"top_logprobs": 3, "logprobs": False}, {"top_logprobs": 3}, {"max_tokens": 0}):
+    limits = {"max_tokens": 2, "max_completion_tokens": 3}
+    for body in (both, limits, {"top_logprobs": 3, "logprobs": False}, {"top_logprobs": 3}, {"max_tokens": 0}):
         await refused(service, CHAT, {**BODIES[CHAT], **body})
+    assert (await service.chat(max_tokens=2, max_completion_tokens=2)).status_code == 200
     for path in (COMPLETION, CHAT):
         await refused(service, path, {**BODIES[path], "stream": True, "prompt_logprobs": 1})
     await refused(service, "/tokenize", {"prompt": "a", "messages": HI})
@@ -294,5 +343,6 @@ async def test_queue_limit(start_service: StartService) -> None:
     assert reply.status_code == 429
     assert int(reply.headers["retry-after"]) >= 1
     assert strict(reply.text)["code"] == "queue_full"
-    metrics = (await service.http.get("/metrics")).text
-    assert 'vllm:admission_rejections_total{engine="0",model_name="tiny",reason="max_num_queued_reqs"} 1.0' in metrics
+    lines = (await service.http.get("/metrics")).text.splitlines()
+    counts = [line for line in lines if line.startswith("vllm:admission_rejections_total{")]
+    assert [line.endswith(" 1.0") for line in counts if 'reason="max_num_queued_reqs"' in line] == [True]

@@ -257,7 +257,8 @@ async def test_faults_are_typed_events(start_service: StartService) -> None:
         await asyncio.sleep(0.001)
     service.core.step()
     await asyncio.sleep(0.05)
-    service.core.die("SECRET")
+    service.core.die("RuntimeError: SECRET")
     events = typed((await pending).text)
     assert events[-1]["type"] == "error"
+    assert "the engine has stopped: RuntimeError" in events[-1]["message"]
     assert "SECRET" not in json.dumps(events[-1])

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from enum import Enum
 from types import NoneType
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -74,6 +74,34 @@ class StructuredOutputParams(msgspec.Struct, frozen=True, omit_defaults=True):
             raise InvalidRequestError("structured_outputs.choice must hold texts", param="structured_outputs.choice")
 
 
+class Range(NamedTuple):
+    """The legal numbers of a field: from ``low`` (itself only if not ``open_low``) to ``high``."""
+
+    low: float
+    high: float | None
+    whole: bool
+    open_low: bool = False
+
+
+RANGES: dict[str, Range] = {
+    "n": Range(1, MAX_N, True),
+    "temperature": Range(0.0, 2.0, False),
+    "top_p": Range(0.0, 1.0, False, open_low=True),
+    "top_k": Range(-1, None, True),
+    "min_p": Range(0.0, 1.0, False),
+    "presence_penalty": Range(-2.0, 2.0, False),
+    "frequency_penalty": Range(-2.0, 2.0, False),
+    "repetition_penalty": Range(0.0, 1e6, False, open_low=True),
+    "seed": Range(-SEED_LIMIT, SEED_LIMIT - 1, True),
+    "min_tokens": Range(0, None, True),
+    "max_tokens": Range(0, None, True),
+    "logprobs": Range(-1, None, True),
+    "prompt_logprobs": Range(-1, None, True),
+}
+"""The ranges of all numbers, for checks and for pages that describe them."""
+_MAY_BE_ABSENT = frozenset({"seed", "max_tokens", "logprobs", "prompt_logprobs"})
+
+
 def _check_range(name: str, value: Any, low: float, high: float, *, open_low: bool = False) -> None:
     """Raise unless ``value`` is a number in [low, high] (or (low, high]); NaN and infinities fail."""
     ok = isinstance(value, (int, float)) and not isinstance(value, bool)
@@ -84,15 +112,12 @@ def _check_range(name: str, value: Any, low: float, high: float, *, open_low: bo
         raise InvalidRequestError(f"{name} must be a number in {bracket}{low:g}, {high:g}]", param=name)
 
 
-def _check_int(name: str, value: Any, low: int, high: int | None = None, *, allow: tuple[int, ...] = ()) -> None:
-    """Raise unless ``value`` is an int of at least ``low`` and at most ``high``, or one of ``allow``."""
-    ok = isinstance(value, int) and not isinstance(value, bool)
-    if ok and value not in allow:
-        ok = value >= low and (high is None or value <= high)
+def _check_int(name: str, value: Any, low: float, high: float | None = None) -> None:
+    """Raise unless ``value`` is an int of at least ``low`` and at most ``high``."""
+    ok = isinstance(value, int) and not isinstance(value, bool) and value >= low and (high is None or value <= high)
     if not ok:
         limit = f"at least {low}" if high is None else f"in [{low}, {high}]"
-        extra = f" or {', '.join(map(str, allow))}" if allow else ""
-        raise InvalidRequestError(f"{name} must be an integer {limit}{extra}", param=name)
+        raise InvalidRequestError(f"{name} must be an integer {limit}", param=name)
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -134,24 +159,17 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     def __post_init__(self) -> None:
         self._coerce()
-        _check_int("n", self.n, 1, MAX_N)
-        _check_range("temperature", self.temperature, 0.0, 2.0)
-        _check_range("top_p", self.top_p, 0.0, 1.0, open_low=True)
-        _check_int("top_k", self.top_k, 0, allow=(-1,))
-        _check_range("min_p", self.min_p, 0.0, 1.0)
-        _check_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _check_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _check_range("repetition_penalty", self.repetition_penalty, 0.0, 1e6, open_low=True)
-        _check_int("min_tokens", self.min_tokens, 0)
-        if self.seed is not None:
-            _check_int("seed", self.seed, -SEED_LIMIT, SEED_LIMIT - 1)
-        if self.max_tokens is not None:
-            _check_int("max_tokens", self.max_tokens, 0)
-            if self.min_tokens > self.max_tokens:
-                raise InvalidRequestError("min_tokens must not exceed max_tokens", param="min_tokens")
-        for name in ("logprobs", "prompt_logprobs"):
-            if getattr(self, name) is not None:
-                _check_int(name, getattr(self, name), 0, allow=(-1,))
+        for name, (low, high, whole, open_low) in RANGES.items():
+            value = getattr(self, name)
+            if value is None and name in _MAY_BE_ABSENT:
+                continue
+            if whole:
+                _check_int(name, value, low, high)
+            else:
+                assert high is not None
+                _check_range(name, value, low, high, open_low=open_low)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise InvalidRequestError("min_tokens must not exceed max_tokens", param="min_tokens")
         self._check_lists()
 
     def _coerce(self) -> None:

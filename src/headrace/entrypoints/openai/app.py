@@ -25,6 +25,7 @@ from headrace.entrypoints.dashboard.static import FILES, serve_file
 from headrace.entrypoints.openai import generate, insight, models, responses, tokenize, tokens
 from headrace.entrypoints.openai.auth import OPEN_PATHS, KeyGuard
 from headrace.entrypoints.openai.context import ServerContext
+from headrace.entrypoints.openai.docs_page import show_docs
 from headrace.entrypoints.openai.errors import ApiError, describe
 from headrace.entrypoints.openai.openapi import make_document
 from headrace.entrypoints.openai.protocol import MAX_ID_CHARS
@@ -135,6 +136,10 @@ async def _metrics(context: ServerContext, request: Request) -> Response:
     return Response(context.metrics.render(), headers={"Content-Type": CONTENT_TYPE})
 
 
+async def _docs(context: ServerContext, request: Request) -> Response:
+    return show_docs(openapi_document())
+
+
 def _file_at(path: str) -> Handler:
     async def handler(context: ServerContext, request: Request) -> Response:
         return serve_file(path)
@@ -165,6 +170,7 @@ ROUTES: list[tuple[str, str, Handler]] = [
     ("GET", FEED_PATH, feed.follow),
     ("POST", "/start_profile", insight.start_profile),
     ("POST", "/stop_profile", insight.stop_profile),
+    ("GET", "/docs", _docs),
     ("POST", "/tokenize", tokenize.tokenize),
     ("POST", "/detokenize", tokenize.detokenize),
     *(("GET", path, _file_at(path)) for path in FILES),
@@ -190,7 +196,7 @@ def openapi_document() -> dict[str, Any]:
 
 def make_app(context: ServerContext) -> ASGIApp:
     """Return the application for a server."""
-    app = FastAPI(title="headrace", redoc_url=None)
+    app = FastAPI(title="headrace", docs_url=None, redoc_url=None)
     app.root_path = context.options.root_path
     app.openapi = openapi_document  # type: ignore[method-assign]
     for method, path, handler in ROUTES:

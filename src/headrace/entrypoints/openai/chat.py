@@ -23,6 +23,8 @@ from headrace.frontend.input_processor import PromptTokens
 from headrace.frontend.tools import ToolPlan, describe_tools, plan_tools
 from headrace.messages.request_output import CompletionOutput, RequestOutput
 
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+DEFAULT_EFFORT = "medium"
 _MARK = "\x00text\x00"
 
 
@@ -30,14 +32,13 @@ def check_chat(body: ChatRequest) -> None:
     """Refuse contradictions that need no model."""
     check_refusals(body)
     check_stream_fields(body)
+    if body.max_tokens is not None and body.max_completion_tokens not in (None, body.max_tokens):
+        message = "max_tokens and max_completion_tokens must not differ; max_tokens is the older name"
+        raise InvalidRequestError(message, param="max_tokens")
     if body.top_logprobs is not None and not body.logprobs:
         raise InvalidRequestError("top_logprobs needs logprobs: true", param="top_logprobs")
     if body.stream and body.prompt_logprobs is not None:
         raise InvalidRequestError("prompt_logprobs cannot be streamed", param="prompt_logprobs")
-    for name in ("max_tokens", "max_completion_tokens"):
-        value = getattr(body, name)
-        if value is not None and value < 1:
-            raise InvalidRequestError(f"{name} must be at least 1", param=name)
 
 
 def _as_dict(message: ChatMessage) -> dict[str, Any]:
@@ -59,7 +60,39 @@ async def read_plan(context: ServerContext, body: ChatRequest | TokenizeRequest)
     return plan
 
 
-async def render(context: ServerContext, body: ChatRequest | TokenizeRequest, plan: ToolPlan) -> PromptTokens:
+def read_effort(context: ServerContext, effort: Any) -> dict[str, Any]:
+    """What ``reasoning_effort`` says to the chat template.
+
+    Raises:
+        InvalidRequestError: the model has no such effort.
+    """
+    if effort is None:
+        return {}
+    if effort not in EFFORTS:
+        raise _refuse_effort(f"must be one of {', '.join(EFFORTS)}")
+    template = context.llm.chat_template
+    variables = template.variables if template is not None else frozenset()
+    if "reasoning_effort" in variables:
+        return {"reasoning_effort": effort}
+    if effort == "none":
+        if "enable_thinking" in variables:
+            return {"enable_thinking": False}
+        if context.reasoning_format is not None:
+            raise _refuse_effort("this model cannot leave its reasoning out")
+        return {}
+    if effort == DEFAULT_EFFORT and context.reasoning_format is not None:
+        return {}
+    raise _refuse_effort("not supported by this model; leave it out")
+
+
+def _refuse_effort(reason: str) -> InvalidRequestError:
+    message = f"reasoning_effort: {reason}"
+    return InvalidRequestError(message, param="reasoning_effort", code="unsupported_parameter")
+
+
+async def render(
+    context: ServerContext, body: ChatRequest | TokenizeRequest, plan: ToolPlan, effort: Any = None
+) -> PromptTokens:
     """The prompt of a chat, alike for answering and for counting."""
     assert body.messages is not None
     messages: list[Any] = [_as_dict(message) for message in body.messages]
@@ -72,7 +105,7 @@ async def render(context: ServerContext, body: ChatRequest | TokenizeRequest, pl
         tools=tools,
         add_generation_prompt=generation,
         continue_final_message=bool(body.continue_final_message),
-        chat_template_kwargs=body.chat_template_kwargs,
+        chat_template_kwargs={**read_effort(context, effort), **(body.chat_template_kwargs or {})},
     )
 
 
@@ -108,7 +141,7 @@ class ChatCall:
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
             constraint=constraint.params if constraint is not None else None,
         )
-        prompt = await render(context, body, plan)
+        prompt = await render(context, body, plan, body.reasoning_effort)
         parts = AnswerParts(context, plan, prompt.text or "", body.include_reasoning is not False)
         sampling = parts.adapt(sampling, explicit=body.skip_special_tokens is not None)
         if constraint is not None:

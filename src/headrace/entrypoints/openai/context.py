@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from headrace.base.errors import EngineDeadError, InvalidRequestError
+from headrace.entrypoints.openai.errors import public_cause
 from headrace.entrypoints.openai.options import ServerOptions
 from headrace.frontend.detokenizer import split_text
 from headrace.frontend.parsers.registry import get_reasoning_format, get_tool_format
@@ -67,11 +68,11 @@ class ServerContext:
     def illness(self) -> str | None:
         """Why the engine cannot be trusted now, or ``None``."""
         if self.dead_reason is not None:
-            return "the engine has stopped; the server's log has the cause"
+            return f"the engine has stopped: {public_cause(self.dead_reason)}; the server's log has the details"
         try:
             self.llm.check_health()
         except EngineDeadError as error:
-            return str(error)
+            return public_cause(str(error))
         return None
 
     def check_model(self, name: str | None) -> str:

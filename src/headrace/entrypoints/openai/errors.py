@@ -1,11 +1,13 @@
 """From exceptions to OpenAI's error body.
 
 Owns the mapping of the error families to status codes. Every body is strict JSON, short, and never holds what the
-client sent: messages are written by headrace, and the only echo is the name of a field.
+client sent: messages are written by headrace, and the only echo is the name of a field. The root cause of the engine's
+death is told to everybody whom it hits, without paths and without the words of errors that are not headrace's own.
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 import msgspec
@@ -27,6 +29,9 @@ logger = get_logger(__name__)
 MAX_MESSAGE_CHARS = 500
 MAX_FIELD_CHARS = 64
 
+_FOREIGN_WORDS = re.compile(r"\b([A-Z]\w*): .*", re.DOTALL)
+"""An exception's type, and after it words that may hold anything."""
+_FILE_PATH = re.compile(r"""(?:[A-Za-z]:)?[/\\][^\s'"`,;:()]+""")
 _TYPES = {
     401: "authentication_error",
     404: "not_found_error",
@@ -74,6 +79,11 @@ class ErrorInfo:
         return Response(self.body(), self.status, headers, media_type="application/json")
 
 
+def public_cause(cause: str) -> str:
+    """The root cause of a death as everybody may read it; the log has all of it."""
+    return _FILE_PATH.sub("a file", _FOREIGN_WORDS.sub(r"\1", cause))
+
+
 def describe(error: BaseException, request_id: str = "") -> ErrorInfo:
     """What a client is told about ``error``; what is not the client's fault and has no family is logged here.
 
@@ -92,7 +102,8 @@ def describe(error: BaseException, request_id: str = "") -> ErrorInfo:
         case NotAcceptingError():
             return ErrorInfo(503, str(error) or "the server accepts no requests now", None, "not_accepting", 1.0)
         case EngineDeadError():
-            return ErrorInfo(503, f"the engine has stopped; the server's log has the cause{named}", None, "engine_dead")
+            message = f"the engine has stopped: {public_cause(str(error))}; the server's log has the details{named}"
+            return ErrorInfo(503, message, None, "engine_dead")
         case ControlFailedError():
             return ErrorInfo(409, str(error), None, "control_failed")
         case RequestFailedError():

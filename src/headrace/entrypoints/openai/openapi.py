@@ -1,4 +1,4 @@
-"""The OpenAPI page, from the structs that parse the bodies: one source for validation and for the page."""
+"""The OpenAPI page, from what validates: the structs that parse bodies, the ranges of sampling, the refusals."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import msgspec
 
 import headrace
 from headrace.entrypoints.openai.protocol import REQUEST_BODIES
+from headrace.entrypoints.openai.refusals import REFUSALS
+from headrace.messages.sampling_params import RANGES, Range
 
 _IN_PATH = re.compile(r"\{(\w+)(?::path)?\}")
 _QUERIES: dict[str, list[dict[str, Any]]] = {
@@ -38,11 +40,30 @@ _ERROR = {
 def make_document(routes: Iterable[tuple[str, str]]) -> dict[str, Any]:
     """The page of routes given as ``(method, path)``."""
     _, schemas = msgspec.json.schema_components(REQUEST_BODIES.values(), ref_template="#/components/schemas/{name}")
+    for schema in schemas.values():
+        _add_rules(schema.get("properties", {}))
     paths: dict[str, dict[str, Any]] = {}
     for method, path in routes:
         paths.setdefault(path.replace(":path", ""), {})[method.lower()] = _operation(path)
     info = {"title": "headrace", "version": headrace.__version__}
     return {"openapi": "3.1.0", "info": info, "paths": paths, "components": {"schemas": {**schemas, "Error": _ERROR}}}
+
+
+def _add_rules(properties: dict[str, Any]) -> None:
+    """What is checked after the types: ranges, and what is refused."""
+    for name, schema in properties.items():
+        found = RANGES.get("logprobs" if name == "top_logprobs" else name)
+        # Absent and null are told as types of their own.
+        for number in schema.get("anyOf", [schema]):
+            if found is not None and number.get("type") in ("number", "integer"):
+                number.update({**_bounds(found), **number})
+        if name in REFUSALS:
+            schema["description"] = REFUSALS[name].reason
+
+
+def _bounds(found: Range) -> dict[str, Any]:
+    bounds: dict[str, Any] = {"exclusiveMinimum" if found.open_low else "minimum": found.low}
+    return bounds if found.high is None else {**bounds, "maximum": found.high}
 
 
 def _operation(path: str) -> dict[str, Any]:

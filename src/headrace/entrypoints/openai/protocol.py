@@ -19,6 +19,8 @@ MAX_ID_CHARS = 128
 MAX_ABORTED = 4096
 MAX_SALT_CHARS = 128
 
+Answered = Annotated[int, Meta(ge=1)]
+"""A limit of tokens where an answer without any would be no answer."""
 ClientId = Annotated[str, Meta(min_length=1, max_length=MAX_ID_CHARS)]
 Salt = Annotated[str, Meta(min_length=1, max_length=MAX_SALT_CHARS)]
 
@@ -123,6 +125,7 @@ class ChatRequest(GenerationFields, kw_only=True, forbid_unknown_fields=True):
     """Body of ``/v1/chat/completions``."""
 
     messages: Annotated[list[ChatMessage], Meta(max_length=MAX_MESSAGES)]
+    max_tokens: Answered | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -131,7 +134,7 @@ class ChatRequest(GenerationFields, kw_only=True, forbid_unknown_fields=True):
     tool_choice: Any = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    max_completion_tokens: int | None = None
+    max_completion_tokens: Answered | None = None
     parallel_tool_calls: bool | None = None
     include_reasoning: bool | None = None
     functions: Any = None
@@ -176,7 +179,7 @@ class ResponsesRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True)
 
     input: str | list[dict[str, Any]]
     instructions: str | None = None
-    max_output_tokens: int | None = None
+    max_output_tokens: Answered | None = None
     text: Any = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: Any = None

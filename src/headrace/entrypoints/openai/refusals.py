@@ -36,7 +36,6 @@ REFUSALS: dict[str, Refusal] = {
     "service_tier": Refusal("there is one tier; use auto or default", one_of("auto", "default")),
     "modalities": Refusal('answers are text only; use ["text"]', one_of(["text"])),
     "verbosity": Refusal("not supported by this model; leave it out", one_of("medium")),
-    "reasoning_effort": Refusal("not supported by this model; leave it out", one_of("none")),
     # They would change the answer.
     "functions": Refusal("deprecated; send tools"),
     "function_call": Refusal("deprecated and not supported", one_of("none", "auto")),

@@ -25,6 +25,7 @@ from headrace.entrypoints.openai.protocol import ResponsesRequest, Usage
 from headrace.entrypoints.openai.refusals import check_refusals
 from headrace.entrypoints.openai.responses_input import RULES, describe_body, make_chat, rename
 from headrace.entrypoints.openai.responses_items import ItemBuilder
+from headrace.entrypoints.openai.sampling import check_stream_fields
 from headrace.entrypoints.openai.sse import EventStream, typed_event
 from headrace.entrypoints.openai.token_cutter import TokenCutter
 from headrace.messages.request_output import CompletionOutput, RequestOutput
@@ -65,8 +66,7 @@ class ResponsesCall:
     async def prepare(cls, context: ServerContext, body: ResponsesRequest, request_id: str) -> ResponsesCall:
         """Check everything, render and tokenise; nothing is queued yet."""
         check_refusals(body, rules=RULES)
-        if body.stream_options is not None and not body.stream:
-            raise InvalidRequestError("stream_options needs stream: true", param="stream_options")
+        check_stream_fields(body)
         try:
             max_items = context.llm.input.limits.most.max_messages
             chat = await ChatCall.prepare(context, make_chat(body, max_items), request_id)

@@ -64,3 +64,6 @@ def check_stream_fields(body: DeliveryFields) -> None:
     """Refuse what contradicts the way of delivery."""
     if body.stream_options is not None and not body.stream:
         raise InvalidRequestError("stream_options needs stream: true", param="stream_options")
+    if body.stream_options is not None and body.stream_options.include_obfuscation:
+        name = "stream_options.include_obfuscation"
+        raise InvalidRequestError(f"{name}: streams are not padded", param=name, code="unsupported_parameter")
