@@ -13,7 +13,12 @@ import pytest
 from headrace.base.clock import ManualClock, SystemClock
 from headrace.control.grammar.manager import GrammarManager
 from headrace.core.engine_core import EngineCore
-from headrace.core.grammar_backend import LLGuidanceCompiler, TokenizerSource
+from headrace.core.grammar_backend import (
+    GrammarCompilation,
+    LLGuidanceCompiler,
+    LLGuidanceMatcher,
+    TokenizerSource,
+)
 from headrace.messages.outputs import EngineCoreOutput, FinishReason
 from headrace.messages.requests import EngineCoreRequest
 from headrace.messages.sampling_params import StructuredOutputParams
@@ -115,6 +120,49 @@ def test_a_grammar_that_fails_ends_its_request_alone(undisturbed: dict[str, str]
     assert manager.num_requests == 0
 
 
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("method", ["get_error", "make_matcher", "fill_mask", "accept"])
+def test_a_grammar_that_raises_ends_its_request_alone(
+    depth: int, method: str, undisturbed: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = StructuredOutputParams(regex="[xyz]{40}")
+
+    def raise_for_it(owner: type, name: str) -> None:
+        right = getattr(owner, name)
+
+        def called(self: Any, *arguments: Any) -> Any:
+            if getattr(self, "poisoned", False):
+                raise ValueError("SECRET")
+            return right(self, *arguments)
+
+        monkeypatch.setattr(owner, name, called)
+
+    compiled = LLGuidanceCompiler.compile
+    made = GrammarCompilation.make_matcher
+
+    def compile_it(self: LLGuidanceCompiler, params: StructuredOutputParams) -> GrammarCompilation:
+        compilation = compiled(self, params)
+        compilation.poisoned = params == broken  # type: ignore[attr-defined]
+        return compilation
+
+    def make_it(self: GrammarCompilation) -> LLGuidanceMatcher:
+        matcher = made(self)
+        matcher.poisoned = self.poisoned  # type: ignore[attr-defined]
+        return matcher
+
+    monkeypatch.setattr(LLGuidanceCompiler, "compile", compile_it)
+    monkeypatch.setattr(GrammarCompilation, "make_matcher", make_it)
+    raise_for_it(LLGuidanceMatcher if method in ("fill_mask", "accept") else GrammarCompilation, method)
+    core, manager = make_core(pipeline_depth=depth)
+    result = run(core, [ask("culprit", broken), *requests_of(3)])
+    end = result.pop("culprit")[1]
+    assert end.finish_reason is FinishReason.ERROR
+    assert "SECRET" not in (end.error or "")
+    check(result, undisturbed)
+    assert manager.num_requests == 0
+    assert core.scheduler.kv.pool.num_free == core.scheduler.kv.pool.num_usable
+
+
 def test_a_tokenizer_that_cannot_be_loaded_fails_the_requests_that_need_it() -> None:
     def load() -> TokenizerSource:
         return TokenizerSource("not JSON", [END], {})
@@ -175,7 +223,7 @@ def test_what_the_first_grammar_would_wait_for_can_be_made_before() -> None:
     broken.prepare()
     refused = broken.compile(StructuredOutputParams(regex="a"))
     wait([refused.future])
-    assert "tokenizer cannot be used" in (refused.done and refused.get_error() or "")
+    assert "tokenizer cannot be used" in ((refused.done and refused.get_error()) or "")
 
 
 class _FailingMatcher:

@@ -11,7 +11,8 @@ from importlib import import_module
 from typing import Any
 
 from headrace.base.clock import Clock, SystemClock
-from headrace.base.errors import ConfigError, HeadraceError, ModelFileError
+from headrace.base.errors import ConfigError, ModelFileError
+from headrace.base.last_words import describe_cause
 from headrace.base.progress import ProgressWord
 from headrace.config.sections import EngineConfig
 from headrace.control.grammar.manager import GrammarManager
@@ -74,14 +75,6 @@ def make_compiler(config: EngineConfig, clock: Clock) -> LLGuidanceCompiler:
         return TokenizerSource.from_loaded(loaded, config.architecture.eos_token_ids)
 
     return LLGuidanceCompiler(load, config.architecture.vocab_size, clock, config.limits.grammar_timeout_s)
-
-
-def describe_cause(error: BaseException) -> str:
-    """The root cause in one sentence: the innermost explicit cause of ``error``."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    text = str(error) or "no message"
-    return text if isinstance(error, HeadraceError) else f"{type(error).__name__}: {text}"
 
 
 def as_failure(error: BaseException) -> CoreFailed:

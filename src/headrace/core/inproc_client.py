@@ -14,10 +14,11 @@ from typing import Any
 
 from headrace.base.clock import Clock
 from headrace.base.errors import EngineDeadError
+from headrace.base.last_words import describe_cause
 from headrace.base.logging import get_logger
 from headrace.base.progress import ProgressWord
 from headrace.config.sections import EngineConfig
-from headrace.core.build import build_core, describe_cause
+from headrace.core.build import build_core
 from headrace.core.client import EngineCoreClient
 from headrace.core.loop import STALLED_S, CoreLoop, Inbox
 from headrace.core.mailbox import Mailbox

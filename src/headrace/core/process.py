@@ -27,9 +27,10 @@ import zmq
 
 from headrace.base.clock import SystemClock
 from headrace.base.errors import EngineDeadError
+from headrace.base.last_words import describe_cause
 from headrace.base.logging import get_logger, setup_logging
 from headrace.base.progress import ProgressWord
-from headrace.core.build import as_failure, build_core, describe_cause, load_factory
+from headrace.core.build import as_failure, build_core, load_factory
 from headrace.core.engine_core import EngineCore
 from headrace.core.loop import CoreLoop, Inbox
 from headrace.core.transport import (

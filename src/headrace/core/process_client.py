@@ -15,13 +15,13 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
-import signal
 from typing import Any
 
 import zmq
 import zmq.asyncio
 
 from headrace.base.errors import ConfigError, EngineDeadError, ModelFileError
+from headrace.base.last_words import describe_exit
 from headrace.base.logging import get_logger
 from headrace.base.progress import ProgressWord
 from headrace.config.sections import EngineConfig
@@ -220,7 +220,7 @@ class ProcessClient(EngineCoreClient):
                 await asyncio.wait({receiving}, timeout=0.2)
             if receiving.done():
                 return _unwrap(receiving.result())
-            raise EngineDeadError(f"the engine core {self._how_it_ended()} while starting")
+            raise EngineDeadError(f"while starting, the engine core {describe_exit(self._process.wait())}")
         finally:
             for future in (receiving, exiting):
                 future.cancel()
@@ -251,17 +251,7 @@ class ProcessClient(EngineCoreClient):
                 return
             await asyncio.sleep(0.01)
         if not self._stopping:
-            self._mailbox.fail(
-                f"the engine core {self._how_it_ended()}; the log has its last words. Restart the server"
-            )
-
-    def _how_it_ended(self) -> str:
-        code = self._process.wait()
-        if code == -signal.SIGKILL:
-            return "was ended by SIGKILL, which the kernel sends when memory is short (or somebody did)"
-        if code < 0:
-            return f"was ended by {signal.Signals(-code).name}"
-        return f"exited with code {code}"
+            self._mailbox.fail(f"the engine core {describe_exit(self._process.wait())}")
 
 
 def _unwrap(message: FromCore) -> CoreReady:

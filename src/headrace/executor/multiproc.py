@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
 import socket
 import struct
 import subprocess
@@ -27,6 +26,7 @@ from typing import Any
 import msgspec
 
 from headrace.base.errors import ConfigError, EngineDeadError, HeadraceError, ModelFileError, RequestFailedError
+from headrace.base.last_words import describe_exit
 from headrace.base.logging import get_logger
 from headrace.base.progress import ProgressWord
 from headrace.config.sections import EngineConfig
@@ -218,10 +218,7 @@ class MultiprocExecutor(Executor):
             code = member.process.wait(STOP_GRACE_S)
         except subprocess.TimeoutExpired:
             return None
-        if code < 0:
-            hint = "; out of memory?" if code == -signal.SIGKILL else ""
-            return f"worker {member.rank} was ended by {signal.Signals(-code).name}{hint}"
-        return f"worker {member.rank} ended with exit code {code}"
+        return f"worker {member.rank} {describe_exit(code)}"
 
     def _die(self, reason: str) -> None:
         """Fail everything that waits, once, and let all workers go."""

@@ -4,7 +4,8 @@ Owns one matcher per request for life. It advances over committed tokens alone, 
 that are run again leave it as it is: whatever is sampled next is sampled from a mask made after the last commit. Each
 of the ``n`` answers of a request has its own. It knows nothing of threads, time or the library behind the protocol.
 
-A matcher that fails gives a mask without any token; the sampler then ends that row and no other.
+A matcher that fails gives a mask without any token; the sampler then ends that row and no other. One that raises is no
+different: here is the border behind which a grammar is its request's own affair.
 """
 
 from __future__ import annotations
@@ -53,21 +54,28 @@ class GrammarManager:
 
     def is_ready(self, request_id: str) -> bool:
         """Whether compilation has ended, well or not."""
-        return self._entries[request_id].compilation.done
+        try:
+            return self._entries[request_id].compilation.done
+        except Exception:  # noqa: BLE001 - `get_error` meets it again and says it
+            return True
 
     def get_error(self, request_id: str) -> str | None:
         """Why the grammar cannot be used, or ``None``, and then the request has its matcher."""
         entry = self._entries[request_id]
-        error = entry.compilation.get_error()
-        if error is not None:
-            return f"structured_outputs: {error}"
-        if entry.matcher is None:
-            entry.matcher = entry.compilation.make_matcher()
-        return None
+        try:
+            error = entry.compilation.get_error()
+            if error is None and entry.matcher is None:
+                entry.matcher = entry.compilation.make_matcher()
+        except Exception as raised:  # noqa: BLE001 - the request's border, see the module
+            error = _describe(request_id, raised)
+        return None if error is None else f"structured_outputs: {error}"
 
     def accept(self, request_id: str, token_ids: list[int]) -> str | None:
         """Advance over committed tokens."""
-        return self._matcher(request_id).accept(token_ids)
+        try:
+            return self._matcher(request_id).accept(token_ids)
+        except Exception as raised:  # noqa: BLE001 - the request's border, see the module
+            return _describe(request_id, raised)
 
     def forget(self, request_id: str) -> None:
         """The request ended."""
@@ -79,7 +87,11 @@ class GrammarManager:
         request_ids = [request_id for request_id in step.grammar if request_id in self._entries]
         masks = np.zeros((len(request_ids), self._num_words), dtype=np.int32)
         for row, request_id in zip(masks, request_ids, strict=True):
-            error = self._matcher(request_id).fill_mask(row)
+            try:
+                error = self._matcher(request_id).fill_mask(row)
+            except Exception as raised:  # noqa: BLE001 - the request's border, see the module
+                row.fill(0)
+                error = _describe(request_id, raised)
             if error is not None:
                 logger.warning("request %s: its grammar failed: %s", request_id, error)
         return GrammarOutput(request_ids=request_ids, bitmask=masks.tobytes(), num_words=self._num_words)
@@ -93,3 +105,8 @@ class GrammarManager:
         matcher = self._entries[request_id].matcher
         assert matcher is not None, f"{request_id} runs before its grammar was looked at"
         return matcher
+
+
+def _describe(request_id: str, error: Exception) -> str:
+    logger.error("request %s: its grammar raised", request_id, exc_info=error)
+    return f"the grammar failed: {type(error).__name__}"
