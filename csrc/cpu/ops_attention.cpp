@@ -100,7 +100,7 @@ void AttentionOp::check(const Sizes& sizes) const {
 void AttentionOp::reserve(Team& team, const Sizes& most) const {
     team.reserve_scratch(attend_scratch_floats(cache.head_dim));
     team.reserve_shared(Shared::Partials, kMostPartials * sizeof(float));
-    team.reserve_shared(Shared::Units, size_t(most.reqs + 1) * sizeof(int64_t));
+    team.reserve_index(size_t(most.reqs) + 1);
 }
 
 AttendTask AttentionOp::task(int req, int first_row, int num_rows, const HeadCut& cut, int index) const {
@@ -158,16 +158,14 @@ void AttentionOp::run_whole(Team& team, int tid, const Sizes& sizes) const {
     const int group = num_heads / cache.num_kv_heads;
     const HeadCut one(group, cache.num_kv_heads, true), many(group, cache.num_kv_heads, false);
     const int rows_per_task = kMaxPairs / many.heads;
-    auto* first_unit = team.shared<int64_t>(Shared::Units);
-    if (tid == 0) {
-        first_unit[0] = 0;
-        for (int r = 0; r < sizes.reqs; ++r) {
-            const int queries = step.query_start_loc[r + 1] - step.query_start_loc[r];
-            const int tiles = (queries + rows_per_task - 1) / rows_per_task;
-            first_unit[r + 1] = first_unit[r] + tiles * (queries == 1 ? one : many).tasks(cache.num_kv_heads);
-        }
+    // Every thread counts for itself: cheaper than waiting for one that does.
+    auto* first_unit = team.index(tid);
+    first_unit[0] = 0;
+    for (int r = 0; r < sizes.reqs; ++r) {
+        const int queries = step.query_start_loc[r + 1] - step.query_start_loc[r];
+        const int tiles = (queries + rows_per_task - 1) / rows_per_task;
+        first_unit[r + 1] = first_unit[r] + tiles * (queries == 1 ? one : many).tasks(cache.num_kv_heads);
     }
-    team.barrier(tid);
     const int64_t units = first_unit[sizes.reqs];
     // From the back: the last rows of the longest prompts take longest.
     team.for_each(tid, units, [&](int64_t i) {

@@ -11,7 +11,7 @@ namespace {
 
 // Parts of the shared index and float buffers of one run. A slot is one (token, choice), ordered by expert, then token.
 struct MoeBuffers {
-    int32_t *experts, *slot_of, *token_of, *first_slot, *first_piece;
+    int32_t *experts, *slot_of, *token_of, *first_slot, *first_block;
     float *logits, *shares, *rows, *hidden, *results;
 
     static size_t ints(size_t tokens, size_t k, size_t experts) { return 3 * tokens * k + 2 * (experts + 1); }
@@ -23,7 +23,7 @@ struct MoeBuffers {
         slot_of = experts + tokens * k;
         token_of = slot_of + tokens * k;
         first_slot = token_of + tokens * k;
-        first_piece = first_slot + num_experts + 1;
+        first_block = first_slot + num_experts + 1;
         logits = team.shared<float>(Shared::Moe);
         shares = logits + tokens * num_experts;
         rows = shares + tokens * k;
@@ -50,20 +50,38 @@ void route_row(const Kernels& kernels, float* logits, int num_experts, int k, bo
         for (int j = 0; j < k; ++j) shares[j] /= total;
 }
 
+// Blocks of up to kRowBlock rows of one expert, over all experts: no more than this.
+int most_blocks(int slots, int experts) { return slots / kRowBlock + std::min(slots, experts); }
+
 // Calls piece(expert, part, row_begin, row_end) for every part of every block of every expert's rows.
 template <class F>
-void for_expert_rows(Team& team, int tid, int experts, const int32_t* first_slot, int32_t* first_piece, int parts, F&& piece) {
-    if (tid == 0) {
-        first_piece[0] = 0;
-        for (int e = 0; e < experts; ++e)
-            first_piece[e + 1] = first_piece[e] + (first_slot[e + 1] - first_slot[e] + kRowBlock - 1) / kRowBlock * parts;
-    }
-    team.barrier(tid);
-    team.for_each(tid, first_piece[experts], [&](int64_t i) {
-        const int e = int(std::upper_bound(first_piece, first_piece + experts + 1, i) - first_piece) - 1;
-        const int in_expert = int(i) - first_piece[e], begin = first_slot[e] + in_expert / parts * kRowBlock;
-        piece(e, in_expert % parts, begin, std::min(first_slot[e + 1], begin + kRowBlock));
+void for_expert_rows(Team& team, int tid, int experts, int slots, const int32_t* first_slot, const int32_t* first_block, int parts,
+                     F&& piece) {
+    // How many blocks there are is only known to pieces: the last ones may find none.
+    team.for_each(tid, int64_t(most_blocks(slots, experts)) * parts, [&](int64_t i) {
+        const int block = int(i / parts);
+        if (block >= first_block[experts]) return;
+        const int e = int(std::upper_bound(first_block, first_block + experts + 1, block) - first_block) - 1;
+        const int begin = first_slot[e] + (block - first_block[e]) * kRowBlock;
+        piece(e, int(i % parts), begin, std::min(first_slot[e + 1], begin + kRowBlock));
     });
+}
+
+// Orders the slots by expert, then token.
+void group_slots(const MoeBuffers& b, int slots, int experts, int top_k) {
+    std::fill(b.first_slot, b.first_slot + experts + 1, 0);
+    for (int i = 0; i < slots; ++i) ++b.first_slot[b.experts[i] + 1];
+    for (int e = 0; e < experts; ++e) b.first_slot[e + 1] += b.first_slot[e];
+    for (int i = 0; i < slots; ++i) {
+        const int slot = b.first_slot[b.experts[i]]++;
+        b.slot_of[i] = slot;
+        b.token_of[slot] = i / top_k;
+    }
+    for (int e = experts; e > 0; --e) b.first_slot[e] = b.first_slot[e - 1];
+    b.first_slot[0] = 0;
+    b.first_block[0] = 0;
+    for (int e = 0; e < experts; ++e)
+        b.first_block[e + 1] = b.first_block[e] + (b.first_slot[e + 1] - b.first_slot[e] + kRowBlock - 1) / kRowBlock;
 }
 
 }  // namespace
@@ -92,21 +110,7 @@ void MoeOp::run(Team& team, int tid, const Sizes& sizes) const {
         route_row(team.kernels(), b.logits + t * experts, experts, top_k, renormalize, b.experts + t * top_k,
                   b.shares + t * top_k);
     });
-
-    if (tid == 0) {
-        std::fill(b.first_slot, b.first_slot + experts + 1, 0);
-        for (int i = 0; i < slots; ++i) ++b.first_slot[b.experts[i] + 1];
-        for (int e = 0; e < experts; ++e) b.first_slot[e + 1] += b.first_slot[e];
-        for (int i = 0; i < slots; ++i) {
-            const int slot = b.first_slot[b.experts[i]]++;
-            b.slot_of[i] = slot;
-            b.token_of[slot] = i / top_k;
-        }
-        for (int e = experts; e > 0; --e) b.first_slot[e] = b.first_slot[e - 1];
-        b.first_slot[0] = 0;
-    }
-    team.barrier(tid);
-
+    team.for_each(tid, 1, [&](int64_t) { group_slots(b, slots, experts, top_k); });
     auto* xq = exact ? nullptr : team.shared<ActivationGroup>(Shared::MoeActivations);
     auto* hidden = exact ? nullptr : team.shared<ActivationGroup>(Shared::MoeHidden);
     team.for_each(tid, slots, [&](int64_t slot) {
@@ -115,12 +119,12 @@ void MoeOp::run(Team& team, int tid, const Sizes& sizes) const {
         else team.kernels().quantize(row, width, int(slot), int(slot) + 1, 0, width / kGroup, width / kGroup, xq);
     });
     const int units = gated_units(inner);
-    for_expert_rows(team, tid, experts, b.first_slot, b.first_piece, units, [&](int e, int unit, int begin, int end) {
+    for_expert_rows(team, tid, experts, slots, b.first_slot, b.first_block, units, [&](int e, int unit, int begin, int end) {
         gated_piece(team, tid, {xq, b.rows, width}, *gate_up[size_t(e)], activation, unit, begin, end, {b.hidden, hidden});
     });
     const int step = panels_per_piece(down[0]->segments[0], team.size());
     const int pieces = (down[0]->segments[0].panels + step - 1) / step;
-    for_expert_rows(team, tid, experts, b.first_slot, b.first_piece, pieces, [&](int e, int piece, int begin, int end) {
+    for_expert_rows(team, tid, experts, slots, b.first_slot, b.first_block, pieces, [&](int e, int piece, int begin, int end) {
         linear_piece(team, tid, {hidden, b.hidden, inner}, down[size_t(e)]->segments[0], piece * step, step, begin, end,
                      {b.results, width, nullptr, 0});
     });
