@@ -16,6 +16,7 @@ from headrace.core.grammar_backend import GrammarError, compile_grammar
 from headrace.entrypoints.openai.constraints import read_constraint
 from headrace.entrypoints.openai.protocol import ChatRequest
 from headrace.frontend.json_schema import clean_schema
+from headrace.frontend.parsers.spelling import tag_hermes
 from headrace.frontend.tools import plan_tools
 from headrace.messages.sampling_params import StructuredOutputParams
 from tests.grammar.test_backend import TOKENIZER
@@ -79,7 +80,7 @@ def test_tools(shape: Any, choice: Any) -> None:
     for tools in (shape, [shape], [named]):
         for wanted in (choice, "required", {"type": "function", "function": choice}):
             try:
-                plan_tools(tools, wanted, None, LimitsSection()).constraint()
+                plan_tools(tools, wanted, None, LimitsSection()).constraint(tag_hermes)
             except InvalidRequestError as error:
                 assert str(error)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from headrace.frontend.parsers.registry import TOOL_FORMATS
 from headrace.testing.engine_config import make_architecture
 from tests.http.conftest import StartService
 from tests.http.test_refusals import BODIES, CHAT, refused
@@ -146,6 +147,48 @@ async def test_the_arguments_of_strict_functions_are_enforced(service: Service) 
     assert [one["schema"].get("required") for one in tag["structures"]] == [["a"], None]
     await both(service, tools=TOOLS)
     assert service.core.added[-1].sampling.structured_outputs is None, "nobody asked for that"
+
+
+SPELT = {
+    "hermes": TWO,
+    "qwen3": "Sure.\n<tool_call><function=add><parameter=a>1</parameter></function></tool_call>\n"
+    '<tool_call>{"arguments": {"é": "}"}, "name": "sub"}</tool_call>',
+    "llama3_json": ' {"name": "add", "parameters": {"a": 1}}; {"name": "sub", "parameters": {"é": "}"}}',
+    "mistral": 'Sure.[TOOL_CALLS]add{"a": 1}[TOOL_CALLS][{"name": "sub", "arguments": {"é": "}"}}]',
+    "pythonic": '[add(a=1), sub(é="}")]',
+}
+"""The same two calls as each format has them."""
+CALLS = [["add", '{"a": 1}'], ["sub", '{"é": "}"}']]
+FORCED = '[{"name": "add", "arguments": {"a": 1}}, {"name": "sub", "arguments": {"é": "}"}}]'
+
+
+def test_every_format_is_tried() -> None:
+    assert set(SPELT) == set(TOOL_FORMATS.names())
+
+
+@pytest.mark.parametrize("form", list(SPELT))
+async def test_every_format_under_every_choice_streamed_and_not(start_service: StartService, form: str) -> None:
+    """B074, B077."""
+    service = await start_service(settings={"tool_call_parser": form})
+    service.say(SPELT[form])
+    content = "Sure." if SPELT[form].startswith("Sure.") else ""
+    for choice in ("auto", None):
+        got = await both(service, tools=TOOLS, tool_choice=choice)
+        assert (got["calls"], got["content"], got["finish"]) == (CALLS, content, "tool_calls")
+    one = await both(service, tools=TOOLS, parallel_tool_calls=False)
+    assert one["calls"] == CALLS[:1]
+    none = await both(service, tools=TOOLS, tool_choice="none")
+    assert (none["calls"], none["content"], none["finish"]) == ([], SPELT[form], "stop")
+    service.say(FORCED)
+    assert (await both(service, tools=TOOLS, tool_choice="required"))["calls"] == CALLS
+    service.say('{"a": 3}')
+    named = await both(service, tools=TOOLS, tool_choice=NAMED)
+    assert (named["calls"], named["finish"]) == ([["add", '{"a": 3}']], "stop")
+    strict = [{"type": "function", "function": {**one["function"], "strict": True}} for one in TOOLS]
+    service.say(SPELT[form])
+    assert (await both(service, tools=strict))["calls"] == CALLS
+    constraint = service.core.added[-1].sampling.structured_outputs
+    assert constraint is not None and constraint.structural_tag is not None
 
 
 @pytest.mark.parametrize("length", [0, 5, 12, 20, 30, 40])

@@ -43,7 +43,8 @@ PIECES = [
     '{"name": "add", "arguments": {"a": 1}}', '{"arguments": {"a": [1, "}"]}, "name": "say"}', '{"name": "nope"}',
     '{"name": "add", "parameters": "{\\"a\\": 2}"}', '"name"', "add", "say", "(", ")", "=", "add(a=1)",
     'say(text="a)\\"b", n=[1, 2])', "'", '"', "\\", ",", ";", ":", " ", "\n", "  \n", "a", "é", "<", "1", "null",
-    "<think>", "</think>", "<th", "ink>",
+    "<think>", "</think>", "<th", "ink>", '"\\ud83d"', "say(text='\\ud83d')", "NaN", "null", "true",
+    '{"name": "add", "arguments": "{\\"a\\": \\"\\ud800\\"}"}',
 ]  # fmt: skip
 TEXTS = st.lists(st.sampled_from(PIECES), max_size=14).map("".join)
 
@@ -58,6 +59,8 @@ def joined(deltas: list[ParsedDelta]) -> tuple[str, list[tuple[str, str]]]:
                 calls.append([call.name, ""])
             assert call.index == len(calls) - 1
             calls[-1][1] += call.arguments
+            # What cannot be encoded cannot be sent.
+            call.arguments.encode()
     return "".join(delta.content for delta in deltas), [(name, arguments) for name, arguments in calls]
 
 

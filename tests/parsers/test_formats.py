@@ -45,6 +45,11 @@ CASES = {
         (TAGGED, "", [("say", '{"text": "12", "n": 3}')]),
         (f"Well: {TAGGED}{TAGGED}", "Well:", [("say", '{"text": "12", "n": 3}')] * 2),
         ("<tool_call><function=add></function></tool_call>", "", [("add", "{}")]),
+        (
+            "<tool_call><function=say><parameter=n>NaN</parameter><parameter=text>\"\\ud83d\"</parameter></function>",
+            "",
+            [("say", '{"n": "NaN", "text": "\\"\\\\ud83d\\""}')],
+        ),
         ("<tool_call>\n<function=other>\n</function>", "<tool_call>\n<function=other>\n</function>", []),
     ],
     "llama3_json": [
@@ -64,6 +69,9 @@ CASES = {
     "pythonic": [
         ("[add(a=1)]", "", [ADD]),
         ('[add(a=1), say(text="a)]", n=-2)]', "", [ADD, ("say", '{"text": "a)]", "n": -2}')]),
+        ('[say(text="a\\/b", n=[true, null])]', "", [("say", '{"text": "a/b", "n": [true, null]}')]),
+        ("[say(text='\\ud83d')]", "", [("say", '{"text": "\\ud83d"}')]),
+        ('[say(text="\\ud83d\\ude00", n=None)]', "", [("say", '{"text": "😀", "n": null}')]),
         ("[1, 2, 3]", "[1, 2, 3]", []),
         ("[other(a=1)]", "[other(a=1)]", []),
         ("[add(__import__('os'))]", "[add(__import__('os'))]", []),

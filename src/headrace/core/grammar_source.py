@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from headrace.base.errors import InvalidRequestError
@@ -16,6 +17,7 @@ from headrace.messages.sampling_params import ReasoningSpan, StructuredOutputPar
 
 _ANY_TEXT = r"/(.|\n)*/"
 _SPACE = r"/[ \n\r\t]{1,4}/"
+_BLANKS = r"[ \n\r\t]{0,4}"
 
 
 def make_source(params: StructuredOutputParams, mark_token_ids: Mapping[str, int]) -> str:
@@ -95,37 +97,100 @@ def _after(span: ReasoningSpan, marks: Mapping[str, int]) -> str:
 
 
 def _make_tags(text: str, marks: Mapping[str, int]) -> str:
-    """Free text in which each trigger leads into one of the structures that begin with it."""
-    rules, starts = [], []
-    for number, (trigger, begin, schema, end) in enumerate(_parse_tags(text)):
-        parts = [_spell(begin[len(trigger) :], marks), f"%json {json.dumps(schema)}", _spell(end, marks)]
-        rules.append(_until(f"head_{number}", trigger, marks))
-        rules.append(" ".join([f"tag_{number}: head_{number}", *filter(None, parts)]))
-        starts.append(f"tag_{number}")
-    return "\n".join([f"start: ({' | '.join(starts)})* TEXT", f"TEXT: {_ANY_TEXT}", *rules])
-
-
-def _parse_tags(text: str) -> list[tuple[str, str, Any, str]]:
-    """Trigger, begin, schema and end of each structure."""
-
-    def refuse(reason: str) -> InvalidRequestError:
-        return InvalidRequestError(f"structural_tag: {reason}", param="structured_outputs.structural_tag")
-
+    """The grammar of a structural tag: structures behind triggers, or an answer that consists of them."""
     try:
         tag = json.loads(text)
-        structures, triggers = tag["structures"], tag["triggers"]
-        parsed = [(s["begin"], s["schema"], s["end"]) for s in structures]
-    except (ValueError, TypeError, KeyError, RecursionError):
+        structures = [_Structure.parse(one, marks) for one in tag["structures"]]
+        at_start, triggers = tag.get("at_start"), tag.get("triggers")
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         shape = "must be an object with triggers and structures, each with begin, schema and end"
-        raise refuse(shape) from None
-    if not parsed or not isinstance(triggers, list) or not all(isinstance(t, str) and t for t in triggers):
-        raise refuse("needs triggers that are not empty and at least one structure")
-    result = []
-    for begin, schema, end in parsed:
-        if not isinstance(begin, str) or not isinstance(end, str) or not isinstance(schema, (dict, bool)):
-            raise refuse("begin and end must be text and schema a JSON schema")
-        trigger = next((t for t in triggers if begin.startswith(t)), None)
+        raise _refuse(shape) from None
+    if not structures:
+        raise _refuse("needs at least one structure")
+    if at_start is not None:
+        return _make_list(structures, at_start, marks)
+    if not isinstance(triggers, list) or not triggers or not all(isinstance(t, str) and t for t in triggers):
+        raise _refuse("needs triggers that are not empty")
+    return _make_triggered(structures, triggers, marks)
+
+
+def _refuse(reason: str) -> InvalidRequestError:
+    return InvalidRequestError(f"structural_tag: {reason}", param="structured_outputs.structural_tag")
+
+
+@dataclass(frozen=True, slots=True)
+class _Structure:
+    """A text that begins a structure, and what follows it in Lark."""
+
+    begin: str
+    rest: str
+
+    @staticmethod
+    def parse(one: Any, marks: Mapping[str, int]) -> _Structure:
+        begin, end = one["begin"], one["end"]
+        if not isinstance(begin, str) or not isinstance(end, str):
+            raise _refuse("begin and end must be text")
+        content = one["parts"] if "parts" in one else [{"schema": one["schema"]}]
+        return _Structure(begin, " ".join(filter(None, [_write(content, marks), _spell(end, marks)])))
+
+
+def _write(parts: Any, marks: Mapping[str, int]) -> str:
+    """Parts one after another: texts, schemas, and lists of parts that may be left out."""
+    pieces = []
+    for part in parts:
+        if isinstance(part, str):
+            pieces.append(_spell(part, marks))
+        elif isinstance(part, list):
+            pieces.append(f"({_write(part, marks)})?")
+        elif isinstance(part["schema"], (dict, bool)):
+            pieces.append(f"%json {json.dumps(part['schema'])}")
+        else:
+            raise _refuse("schema must be a JSON schema")
+    return " ".join(filter(None, pieces))
+
+
+def _make_triggered(structures: Sequence[_Structure], triggers: Sequence[str], marks: Mapping[str, int]) -> str:
+    """Free text in which each trigger leads into one of the structures that begin with it."""
+    rules = []
+    for number, one in enumerate(structures):
+        trigger = next((t for t in triggers if one.begin.startswith(t)), None)
         if trigger is None:
-            raise refuse("every begin must start with one of the triggers")
-        result.append((trigger, begin, schema, end))
-    return result
+            raise _refuse("every begin must start with one of the triggers")
+        rules.append(_until(f"head_{number}", trigger, marks))
+        body = " ".join(filter(None, [_spell(one.begin[len(trigger) :], marks), one.rest]))
+        rules.append(f"tag_{number}: head_{number} {body}")
+    starts = " | ".join(f"tag_{number}" for number in range(len(structures)))
+    return "\n".join([f"start: ({starts})* TEXT", f"TEXT: {_ANY_TEXT}", *rules])
+
+
+def _make_list(structures: Sequence[_Structure], form: Any, marks: Mapping[str, int]) -> str:
+    """A list of structures, or free text that does not begin as one does; white space may stand before."""
+    try:
+        lead, opening = form.get("lead", ""), form.get("opening", "")
+        separator, closing = form["separator"], form.get("closing", "")
+        words = "".join([lead, opening, separator, closing])
+    except (TypeError, KeyError, AttributeError):
+        raise _refuse("at_start must be an object with a separator") from None
+    if not words.isprintable() or not all((opening or one.begin)[:1].strip() for one in structures):
+        raise _refuse("structures at the start must begin with a character that can be seen")
+    rules, firsts, others = [], [], []
+    # A mark is a token of its own and no text; any other lead belongs to the text of the first structure.
+    before = f"(<[{marks[lead]}]>)? " if lead in marks else ""
+    optional = f"({_literal(lead)})?{_BLANKS}" if lead and lead not in marks else ""
+    for number, one in enumerate(structures):
+        rules.append(f"FIRST_{number}: /{_BLANKS}{optional}{_literal(opening + one.begin)}/")
+        rules.append(f"NEXT_{number}: {_quote(separator + one.begin)}")
+        firsts.append(f"FIRST_{number} rest_{number}")
+        others.append(f"NEXT_{number} rest_{number}")
+        rules.append(f"rest_{number}: {one.rest}" if one.rest else f'rest_{number}: ""')
+    begins = {_literal((opening or one.begin)[0]) for one in structures}
+    begins |= {_literal(lead)} if optional else set()
+    end = f" {_quote(closing)}" if closing else ""
+    rules.append(f"calls: ({' | '.join(firsts)}) ({' | '.join(others)})*{end}")
+    rules.append(f"TEXT: {_ANY_TEXT} & ~/[ \\t\\r\\n]*({'|'.join(sorted(begins))})(.|\\n)*/")
+    return "\n".join([f"start: {before}calls | TEXT", *rules])
+
+
+def _literal(text: str) -> str:
+    """A text as part of a regular expression between slashes."""
+    return re.escape(text).replace("\\\n", r"\n").replace("/", r"\/")

@@ -126,10 +126,20 @@ def _clean(asked: StructuredOutputParams, param: str, most: LimitsSection) -> St
     if asked.structural_tag is not None:
         tag = _load(asked.structural_tag, param)
         for structure in tag.get("structures", ()) if isinstance(tag, dict) else ():
-            if isinstance(structure, dict) and "schema" in structure:
-                structure["schema"] = clean_schema(structure["schema"], param, most)
+            _clean_parts(structure, param, most)
         return msgspec.structs.replace(asked, structural_tag=json.dumps(tag, ensure_ascii=False))
     return asked
+
+
+def _clean_parts(part: Any, param: str, most: LimitsSection) -> None:
+    """Check the schemas of one structure of a tag in their places."""
+    if isinstance(part, list):
+        for item in part:
+            _clean_parts(item, param, most)
+    elif isinstance(part, dict):
+        if "schema" in part:
+            part["schema"] = clean_schema(part["schema"], param, most)
+        _clean_parts(part.get("parts"), param, most)
 
 
 def _load(text: str, param: str) -> Any:

@@ -33,8 +33,8 @@ class Tool:
 
 Tools = Mapping[str, Tool]
 
-SpellCall = Callable[[Tool], tuple[str, str, str]]
-"""From a tool to what begins any call, what stands before the arguments of this one, and what stands after them."""
+MakeTag = Callable[[Tools], dict[str, Any]]
+"""From tools to the structural tag that holds a model's own calls of them to their schemas."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,20 +53,17 @@ class ToolPlan:
         """The tools as chat templates take them."""
         return None if self.mode == "none" else [tool.source for tool in self.tools.values()]
 
-    def constraint(self, spell: SpellCall | None = None) -> StructuredOutputParams | None:
+    def constraint(self, make_tag: MakeTag) -> StructuredOutputParams | None:
         """The constraint that makes sure of calls, or of the arguments of strict functions where the model decides.
 
         Args:
-            spell: how the model writes a call of its own accord, if a grammar can follow that.
+            make_tag: for calls that the model writes of its own accord.
+
+        Raises:
+            InvalidRequestError: its form of calls cannot hold to the schema of a strict function.
         """
-        if self.mode == "auto" and spell is not None and any(tool.strict for tool in self.tools.values()):
-            spelt = [(spell(tool), tool) for tool in self.tools.values()]
-            structures = [
-                {"begin": begin, "schema": tool.parameters if tool.strict else {"type": "object"}, "end": end}
-                for (_, begin, end), tool in spelt
-            ]
-            triggers = sorted({trigger for (trigger, _, _), _ in spelt})
-            return StructuredOutputParams(structural_tag=json.dumps({"triggers": triggers, "structures": structures}))
+        if self.mode == "auto" and any(tool.strict for tool in self.tools.values()):
+            return StructuredOutputParams(structural_tag=json.dumps(make_tag(self.tools), ensure_ascii=False))
         if self.mode == "named":
             return StructuredOutputParams(json=json.dumps(self.tools[self.name].parameters))
         if self.mode != "required":

@@ -133,7 +133,7 @@ class ChatCall:
         asked = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
         default = context.sampling_defaults.get("max_tokens")
         plan = await read_plan(context, body)
-        constraint = read_chat_constraint(body, plan, context.tool_format.spell)
+        constraint = read_chat_constraint(body, plan, context.tool_format.tag)
         sampling = make_sampling(
             body,
             context.sampling_defaults,

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from headrace.base.errors import InvalidRequestError
 from headrace.entrypoints.openai.protocol import GenerationFields
-from headrace.frontend.tools import SpellCall, ToolPlan
+from headrace.frontend.tools import MakeTag, ToolPlan
 from headrace.messages.sampling_params import StructuredOutputParams
 
 _TEXTS = frozenset({"regex", "grammar"})
@@ -35,13 +35,13 @@ def read_constraint(body: GenerationFields) -> Constraint | None:
     return by_format or by_field
 
 
-def read_chat_constraint(body: GenerationFields, plan: ToolPlan, spell: SpellCall | None) -> Constraint | None:
+def read_chat_constraint(body: GenerationFields, plan: ToolPlan, make_tag: MakeTag) -> Constraint | None:
     """The same for a chat, where required, named and strict tool calls are a constraint too."""
     asked = read_constraint(body)
     if asked is not None and plan.mode != "none":
         message = f"{asked.param} cannot be combined with tools that may be called; use tool_choice none"
         raise InvalidRequestError(message, param=asked.param)
-    by_tools = plan.constraint(spell)
+    by_tools = plan.constraint(make_tag)
     return asked if by_tools is None else Constraint(by_tools, "tools")
 
 

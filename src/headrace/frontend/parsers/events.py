@@ -6,8 +6,12 @@ way here changes the pieces but never what they join to.
 
 from __future__ import annotations
 
+import json
+import re
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
+
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 @dataclass(slots=True)
@@ -29,6 +33,16 @@ class ParsedDelta:
 
     def __bool__(self) -> bool:
         return bool(self.content or self.reasoning or self.calls)
+
+
+def as_json(value: Any) -> str:
+    """A value as JSON text; raises ``ValueError`` for one that JSON does not have."""
+    return escape_surrogates(json.dumps(value, ensure_ascii=False, allow_nan=False))
+
+
+def escape_surrogates(text: str) -> str:
+    """JSON text in which half characters stay escapes: as they are nothing could encode them."""
+    return _SURROGATE.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
 
 
 class Sink:

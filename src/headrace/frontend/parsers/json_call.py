@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Collection
 from enum import Enum, auto
 
-from headrace.frontend.parsers.events import Sink
+from headrace.frontend.parsers.events import Sink, escape_surrogates
 
 _NAME_KEYS = frozenset({"name"})
 _ARGUMENT_KEYS = frozenset({"arguments", "parameters"})
@@ -219,5 +219,5 @@ def _as_arguments(value: JsonValue) -> str:
     if value.is_object:
         return value.text
     if value.text.startswith('"'):
-        return _load_text(value.text)
+        return escape_surrogates(_load_text(value.text))
     return "{}" if value.text == "null" else value.text

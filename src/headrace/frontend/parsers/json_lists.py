@@ -6,11 +6,10 @@ from collections.abc import Callable
 
 from headrace.frontend.parsers.json_call import CallState, JsonCall, JsonValue
 from headrace.frontend.parsers.scanning import ScanningParser, find_mark
+from headrace.frontend.parsers.spelling import ARGS, PYTHON_TAG, TOOL_CALLS
 from headrace.frontend.tools import Tools
 
-PYTHON_TAG = "<|python_tag|>"
-TOOL_CALLS = "[TOOL_CALLS]"
-_CALL_ID, _ARGS = "[CALL_ID]", "[ARGS]"
+_CALL_ID = "[CALL_ID]"
 
 
 class _ListParser(ScanningParser):
@@ -158,7 +157,7 @@ class MistralParser(ArrayParser):
             if self._final:
                 self._sink.text(TOOL_CALLS)
             return False
-        found = find_mark(self._buffer[:end], (_CALL_ID, _ARGS))
+        found = find_mark(self._buffer[:end], (_CALL_ID, ARGS))
         name = self._buffer[: end if found is None else found[0]].strip()
         if name not in self._tools:
             self._sink.text(TOOL_CALLS)

@@ -6,6 +6,7 @@ import ast
 import json
 import warnings
 
+from headrace.frontend.parsers.events import as_json
 from headrace.frontend.parsers.scanning import ScanningParser
 from headrace.frontend.tools import Tools
 
@@ -107,18 +108,21 @@ def _parse(text: str) -> tuple[str, str] | None:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            call = ast.parse(text.strip(), mode="eval").body
+            text = text.strip()
+            call = ast.parse(text, mode="eval").body
         if not isinstance(call, ast.Call) or call.args:
             return None
-        arguments = {keyword.arg: _literal(keyword.value) for keyword in call.keywords if keyword.arg}
+        arguments = {keyword.arg: _literal(keyword.value, text) for keyword in call.keywords if keyword.arg}
         if len(arguments) != len(call.keywords):
             return None
-        return ast.unparse(call.func), json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+        return ast.unparse(call.func), as_json(arguments)
     except (SyntaxError, ValueError, TypeError, MemoryError, RecursionError):
         return None
 
 
-def _literal(node: ast.expr) -> object:
-    """The value of a literal; the words of JSON count as such too."""
-    words = {"true": True, "false": False, "null": None}
-    return words[node.id] if isinstance(node, ast.Name) and node.id in words else ast.literal_eval(node)
+def _literal(node: ast.expr, text: str) -> object:
+    """The value of a literal within ``text``: what is JSON counts as such, all else as Python."""
+    try:
+        return json.loads(ast.get_source_segment(text, node) or "", strict=False)
+    except ValueError:
+        return ast.literal_eval(node)

@@ -8,11 +8,22 @@ from dataclasses import dataclass
 from headrace.base.errors import ConfigError
 from headrace.base.registry import Registry
 from headrace.frontend.parsers.events import ToolParser
-from headrace.frontend.parsers.json_lists import PYTHON_TAG, TOOL_CALLS, Llama3JsonParser, MistralParser
+from headrace.frontend.parsers.json_lists import Llama3JsonParser, MistralParser
 from headrace.frontend.parsers.pythonic import PythonicParser
 from headrace.frontend.parsers.reasoning import ReasoningFormat
-from headrace.frontend.parsers.tags import CLOSE, OPEN, HermesParser, Qwen3Parser, spell_hermes
-from headrace.frontend.tools import SpellCall, Tools
+from headrace.frontend.parsers.spelling import (
+    ARGS,
+    CLOSE,
+    OPEN,
+    PYTHON_TAG,
+    TOOL_CALLS,
+    tag_hermes,
+    tag_llama3_json,
+    tag_mistral,
+    tag_pythonic,
+)
+from headrace.frontend.parsers.tags import HermesParser, Qwen3Parser
+from headrace.frontend.tools import MakeTag, Tools
 
 TEMPLATE, NONE = "template", "none"
 
@@ -21,20 +32,20 @@ TEMPLATE, NONE = "template", "none"
 class ToolFormat:
     """How a family of models writes tool calls.
 
-    ``marks`` are those that may be special tokens; ``spell`` is there where a grammar can follow the form.
+    ``marks`` are those that may be special tokens; ``tag`` holds calls to their schemas.
     """
 
     make: Callable[[Tools], ToolParser]
+    tag: MakeTag
     marks: tuple[str, ...] = ()
-    spell: SpellCall | None = None
 
 
 TOOL_FORMATS: Registry[ToolFormat] = Registry("tool call parser")
-TOOL_FORMATS.register("hermes")(ToolFormat(HermesParser, (OPEN, CLOSE), spell_hermes))
-TOOL_FORMATS.register("qwen3")(ToolFormat(Qwen3Parser, (OPEN, CLOSE)))
-TOOL_FORMATS.register("llama3_json")(ToolFormat(Llama3JsonParser, (PYTHON_TAG,)))
-TOOL_FORMATS.register("mistral")(ToolFormat(MistralParser, (TOOL_CALLS, "[ARGS]", "[CALL_ID]")))
-TOOL_FORMATS.register("pythonic")(ToolFormat(PythonicParser))
+TOOL_FORMATS.register("hermes")(ToolFormat(HermesParser, tag_hermes, (OPEN, CLOSE)))
+TOOL_FORMATS.register("qwen3")(ToolFormat(Qwen3Parser, tag_hermes, (OPEN, CLOSE)))
+TOOL_FORMATS.register("llama3_json")(ToolFormat(Llama3JsonParser, tag_llama3_json, (PYTHON_TAG,)))
+TOOL_FORMATS.register("mistral")(ToolFormat(MistralParser, tag_mistral, (TOOL_CALLS, ARGS, "[CALL_ID]")))
+TOOL_FORMATS.register("pythonic")(ToolFormat(PythonicParser, tag_pythonic))
 
 REASONING_FORMATS: Registry[ReasoningFormat] = Registry("reasoning parser")
 REASONING_FORMATS.register("deepseek_r1")(ReasoningFormat("<think>", "</think>", always=True))

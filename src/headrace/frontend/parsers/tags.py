@@ -5,18 +5,14 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from headrace.frontend.parsers.events import as_json
 from headrace.frontend.parsers.json_call import CallState, JsonCall
 from headrace.frontend.parsers.scanning import ScanningParser, find_mark
-from headrace.frontend.tools import Tool, Tools
+from headrace.frontend.parsers.spelling import CLOSE, OPEN
+from headrace.frontend.tools import Tools
 
-OPEN, CLOSE = "<tool_call>", "</tool_call>"
 _FUNCTION, _FUNCTION_END = "<function=", "</function>"
 _PARAMETER, _PARAMETER_END = "<parameter=", "</parameter>"
-
-
-def spell_hermes(tool: Tool) -> tuple[str, str, str]:
-    """See `headrace.frontend.tools.SpellCall`."""
-    return OPEN, f'{OPEN}\n{{"name": "{tool.name}", "arguments": ', f"}}\n{CLOSE}"
 
 
 class HermesParser(ScanningParser):
@@ -139,7 +135,7 @@ class Qwen3Parser(HermesParser):
         self._take(len(_PARAMETER_END))
         lead = ", " if self._num_parameters else "{"
         self._num_parameters += 1
-        self._sink.arguments(f"{lead}{json.dumps(key, ensure_ascii=False)}: {self._as_json(key, value)}")
+        self._sink.arguments(f"{lead}{as_json(key)}: {self._as_json(key, value)}")
         self._state = self._between
         return True
 
@@ -148,7 +144,7 @@ class Qwen3Parser(HermesParser):
         schema = self._properties.get(key)
         if not (isinstance(schema, dict) and schema.get("type") == "string"):
             try:
-                return json.dumps(json.loads(value), ensure_ascii=False)
+                return as_json(json.loads(value))
             except (ValueError, RecursionError):
                 pass
-        return json.dumps(value, ensure_ascii=False)
+        return as_json(value)
