@@ -15,6 +15,7 @@
 #include <optional>
 #include <stdexcept>
 
+#include "byte_hash.h"
 #include "draw.h"
 #include "features.h"
 #include "ops.h"
@@ -31,6 +32,7 @@ using Row = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>
 using Ints = nb::ndarray<int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Longs = nb::ndarray<int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Bytes = nb::ndarray<const uint8_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using Stretch = nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Table = nb::ndarray<int32_t, nb::ndim<2>, nb::device::cpu>;
 using Blocks = nb::ndarray<nb::ndim<4>, nb::device::cpu>;
 
@@ -73,6 +75,37 @@ std::shared_ptr<Weight> pack(Team& team, const std::vector<std::tuple<std::strin
     }
     nb::gil_scoped_release release;
     return pack_weight(team, sources, in_features, quantize, gated);
+}
+
+// A weight from `pieces` that lie packed in memory already; `forms` are the formats and rows that it was packed from.
+std::shared_ptr<Weight> adopt(Team& team, const std::vector<std::tuple<std::string, int>>& forms, int in_features,
+                              const std::string& quantize, bool gated, const std::vector<Stretch>& pieces) {
+    require(!forms.empty() && in_features > 0 && !pieces.empty(), "a weight needs parts, a width and pieces");
+    require(!gated || (forms.size() == 2 && std::get<1>(forms[0]) == std::get<1>(forms[1])),
+            "a gated weight has two parts of equal shape");
+    std::vector<SourceTensor> sources;
+    for (const auto& [format, rows] : forms) {
+        const FileFormat* known = find_file_format(format);
+        require(known && rows > 0, "weights of format " + format + " have no packed form");
+        sources.push_back({known, rows, nullptr, 0});
+    }
+    std::vector<Piece> packed;
+    for (const Stretch& piece : pieces) {
+        require(uintptr_t(piece.data()) % 64 == 0, "packed pieces lie on borders of 64 bytes");
+        std::shared_ptr<void> owner(new Stretch(piece), [](void* p) {
+            nb::gil_scoped_acquire acquire;
+            delete static_cast<Stretch*>(p);
+        });
+        packed.push_back({const_cast<uint8_t*>(piece.data()), piece.size(), std::move(owner)});
+    }
+    return pack_weight(team, sources, in_features, quantize, gated, packed);
+}
+
+nb::list get_pieces(std::shared_ptr<Weight> weight) {
+    nb::list pieces;
+    for (const Piece& piece : weight->pieces)
+        pieces.append(nb::ndarray<nb::numpy, const uint8_t, nb::ndim<1>>(piece.data, {piece.bytes}, nb::find(weight)));
+    return pieces;
 }
 
 ProductInput make_input(const Matrix& x, const Weight& weight, Rows rows, bool exact) {
@@ -321,7 +354,8 @@ NB_MODULE(_native, m) {
         .def_ro("in_features", &Weight::in_features)
         .def_ro("num_bytes", &Weight::num_bytes)
         .def_prop_ro("format", &Weight::format)
-        .def_prop_ro("quantized", &Weight::quantized);
+        .def_prop_ro("quantized", &Weight::quantized)
+        .def_prop_ro("pieces", &get_pieces);
 
     nb::class_<Op>(m, "Op").def_prop_ro("name", &Op::name);
     nb::class_<StepView>(m, "StepView");
@@ -371,6 +405,12 @@ NB_MODULE(_native, m) {
     m.def("is_packable", [](const std::string& format) { return find_file_format(format) != nullptr; }, nb::arg("format"));
     m.def("pack", &pack, nb::arg("team"), nb::arg("parts"), nb::arg("in_features"), nb::arg("quantize") = "",
           nb::arg("gated") = false);
+    m.def("adopt", &adopt, nb::arg("team"), nb::arg("forms"), nb::arg("in_features"), nb::arg("quantize"),
+          nb::arg("gated"), nb::arg("pieces"));
+    m.def("hash_bytes", [](const Stretch& bytes) {
+        nb::gil_scoped_release release;
+        return hash_bytes(bytes.data(), bytes.size());
+    }, nb::arg("bytes"));
     m.def("embedding", &make_embedding, array("ids"), nb::arg("table"), nb::arg("scale"), array("out"));
     m.def("norm", &make_norm, array("x"), array("residual").none(), array("weight"), nb::arg("eps"), array("out"),
           array("sum_out").none(), nb::arg("rows"));

@@ -8,6 +8,7 @@
 #include <cmath>
 #include <cstring>
 #include <mutex>
+#include <stdexcept>
 
 namespace headrace {
 
@@ -28,10 +29,10 @@ struct Region {
     ~Region() { munmap(base, size); }
 };
 
-std::pair<uint8_t*, std::shared_ptr<void>> allocate_weight(size_t bytes) {
+Piece allocate_weight(size_t wanted) {
     static std::mutex mutex;
     static std::weak_ptr<Region> current;
-    bytes = (bytes + 4095) / 4096 * 4096;
+    const size_t bytes = (wanted + 4095) / 4096 * 4096;
     std::lock_guard lock(mutex);
     std::shared_ptr<Region> region = current.lock();
     if (!region || region->size - region->used < bytes) {
@@ -40,7 +41,7 @@ std::pair<uint8_t*, std::shared_ptr<void>> allocate_weight(size_t bytes) {
     }
     auto* p = reinterpret_cast<uint8_t*>(region->base + region->used);
     region->used += bytes;
-    return {p, region};
+    return {p, wanted, region};
 }
 
 float source_value(Format format, const uint8_t* row, int k) {
@@ -157,7 +158,7 @@ std::string Weight::format() const {
 }
 
 std::shared_ptr<Weight> pack_weight(Team& team, const std::vector<SourceTensor>& parts, int in_features,
-                                    const std::string& quantize, bool gated) {
+                                    const std::string& quantize, bool gated, const std::vector<Piece>& packed) {
     auto weight = std::make_shared<Weight>();
     weight->in_features = in_features;
     for (size_t first = 0, next = 0; first < parts.size(); first = next) {
@@ -181,12 +182,14 @@ std::shared_ptr<Weight> pack_weight(Team& team, const std::vector<SourceTensor>&
             const bool both = gated && first == 0 && packed_form(parts[1], in_features, quantize) == form;
             const size_t pairs = size_t(s.panels + 1) / 2;
             s.pair_stride *= both ? 2 : 1;
-            auto [data, owner] = allocate_weight(s.pair_stride * pairs);
-            s.data = data;
-            weight->memory_.push_back(std::move(owner));
-            weight->num_bytes += s.pair_stride * pairs;
+            const size_t bytes = s.pair_stride * pairs, index = weight->pieces.size();
+            if (!packed.empty() && (index >= packed.size() || packed[index].bytes != bytes))
+                throw std::invalid_argument("packed pieces do not fit these parts");
+            weight->pieces.push_back(packed.empty() ? allocate_weight(bytes) : packed[index]);
+            s.data = weight->pieces.back().data;
+            weight->num_bytes += bytes;
         }
-        for (size_t i = first, panel = 0; i < next; panel += size_t(parts[i++].rows / kPanel)) {
+        for (size_t i = first, panel = 0; i < next && packed.empty(); panel += size_t(parts[i++].rows / kPanel)) {
             const int64_t panels = (parts[i].rows + kPanel - 1) / kPanel;
             team.run([&](int tid) {
                 team.for_each(tid, panels, [&](int64_t p) { pack_panel(s, int(panel), parts[i], in_features, int(p)); });

@@ -51,6 +51,24 @@ def test_every_field_has_a_reason_and_none_is_left_open() -> None:
     assert config.cache.block_size > 0 and config.scheduler.max_num_seqs > 0
 
 
+def test_packed_weights_are_kept_where_packing_costs_something() -> None:
+    assert make().model.packed_cache == 8 * GIB
+    assert make(packed_cache="1MiB").model.packed_cache == 1 << 20
+    assert make(packed_cache=0).model.packed_cache == 0
+    config = make(replace(CPU, native_ops=False))
+    assert config.model.packed_cache == 0 and "reference" in config.reasons["model.packed_cache"]
+
+
+def test_a_choice_that_may_be_left_open_takes_its_values_and_no_others() -> None:
+    parser = argparse.ArgumentParser()
+    add_flags(parser)
+    given = settings_from_args(parser.parse_args(["--quantization", "int8"]))
+    assert make(**given).model.quantization == "int8"
+    assert make(quantization=None).model.quantization is None
+    with pytest.raises(ConfigError, match="--quantization must be one of int8, int4"):
+        make(quantization="int3")
+
+
 def test_streams_are_protected_from_prompts_on_cpu_unless_told_otherwise() -> None:
     config = make()
     assert (config.scheduler.max_token_gap_factor or 0.0) > 1.0

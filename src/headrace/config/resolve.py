@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import Field, fields, replace
 from pathlib import Path, PurePath
 from types import NoneType, UnionType
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from headrace.base.errors import ConfigError
 from headrace.config.architecture import Architecture
@@ -37,6 +37,7 @@ SECTIONS: dict[str, type] = {
     "limits": LimitsSection,
 }
 CPU_TOKEN_GAP_FACTOR = 1.4
+PACKED_CACHE_BYTES = 8 << 30
 FLOAT_FORMATS = frozenset({"F32", "F16", "BF16"})
 
 
@@ -61,7 +62,8 @@ def section_of(name: str) -> str:
 def type_of(hints: Mapping[str, Any], field: Field[Any]) -> tuple[Any, bool]:
     """The type of a setting beside ``None``, and whether it may be ``None``."""
     hint = hints[field.name]
-    if get_origin(hint) is not UnionType:
+    # A literal or nothing is a union of the older kind.
+    if get_origin(hint) not in (UnionType, Union):
         return hint, False
     (inner,) = (arm for arm in get_args(hint) if arm is not NoneType)
     return inner, True
@@ -165,6 +167,8 @@ def _check(r: _Resolver) -> None:
         "scheduler.max_num_queued_tokens",
     )
     at_least |= {path: 1 for path in optional if r.get(path) is not None}
+    if r.get("model.packed_cache") is not None:
+        at_least["model.packed_cache"] = 0
     for path, low in at_least.items():
         if r.get(path) < low:
             raise ConfigError(f"--{path.split('.')[1].replace('_', '-')} must be an integer of at least {low}")
@@ -233,6 +237,10 @@ def _resolve_model(r: _Resolver, architecture: Architecture) -> None:
             r.decide("model.activations", "exact", "weights are floats")
     elif r.get("model.activations") == "int8" and r.get("device.ops") != "native":
         raise ConfigError("--cpu-activations int8 needs the native CPU kernels")
+    if r.get("device.ops") != "native":
+        r.decide("model.packed_cache", 0, f"the {r.get('device.ops')} ops pack nothing")
+    elif r.get("model.packed_cache") is None:
+        r.decide("model.packed_cache", PACKED_CACHE_BYTES, "a later start maps what an earlier one packed")
     if r.get("model.max_model_len") is None:
         r.decide("model.max_model_len", architecture.max_position, "the model's own context")
     elif r.get("model.max_model_len") > architecture.max_position:

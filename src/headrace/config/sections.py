@@ -31,6 +31,9 @@ class ModelSection:
     dtype: Literal["auto", "float32", "bfloat16"] = setting("auto", "Numbers of activations and float weights.")
     max_model_len: int | None = setting(None, "Longest prompt plus output in tokens; the model's own by default.")
     quantization: Literal["int8", "int4"] | None = setting(None, "Quantise a float checkpoint at load.")
+    packed_cache: int | None = setting(
+        None, "Disk for weights as earlier starts packed them, for example 8GiB; 0 keeps none.", unit="bytes"
+    )
     activations: Literal["auto", "exact", "int8"] = setting(
         "auto", "Activations of CPU products: exact (float32) or int8 in groups of 32.", flag="cpu-activations"
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from headrace.base.errors import ModelFileError
@@ -46,13 +48,31 @@ def load_model(
     source = open_checkpoint(config.model_path)
     try:
         weights = WeightReader(source, model.weight_map(kind), progress)
-        model.load(weights)
+        with _packed_cache(config, ops, parallel):
+            model.load(weights)
         weights.finish()
     except ModelFileError as error:
         raise ModelFileError(f"{config.model_path}: {error}") from None
     finally:
         source.close()
     return LoadedModel(model, choice)
+
+
+@contextmanager
+def _packed_cache(config: EngineConfig, ops: Ops, parallel: ParallelGroups | None) -> Iterator[None]:
+    """While the model loads, packed weights come from an earlier start where they can."""
+    if not config.model.packed_cache:
+        yield
+        return
+    from headrace.device.loading.packed_cache import open_packed_cache
+
+    cache = open_packed_cache(config, parallel)
+    ops.set_packed_store(cache)
+    try:
+        yield
+    finally:
+        ops.set_packed_store(None)
+    cache.finish()
 
 
 def make_needs(config: EngineConfig, ops: Ops) -> AttentionNeeds:

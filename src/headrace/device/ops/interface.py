@@ -54,10 +54,26 @@ class AttentionShape(Protocol):
     sinks: torch.Tensor | None
 
 
+class PackedStore(Protocol):
+    """Keeps packed weights from one load to the next, in the order in which they are packed."""
+
+    def take(self, form: str) -> Sequence[np.ndarray] | None:
+        """The bytes of the next weight, if it is there and was packed from ``form``."""
+        ...
+
+    def keep(self, form: str, pieces: Sequence[np.ndarray]) -> None:
+        """Note the bytes of the next weight, which had to be packed."""
+        ...
+
+
 class Ops(Protocol):
     """One implementation of all operators."""
 
     name: str
+
+    def set_packed_store(self, store: PackedStore | None) -> None:
+        """Where `pack_weight` finds and leaves packed bytes; an implementation whose packing is free ignores it."""
+        ...
 
     def pack_weight(self, parts: Sequence[RawTensor], role: WeightRole) -> Weight:
         """Pack 2-D file tensors joined by rows (q, k, v; gate, up) into one matrix; parts may differ in format.

@@ -17,6 +17,7 @@ class Weight:
     num_bytes: int
     format: str
     quantized: bool
+    pieces: list[np.ndarray]
 
 class Op:
     name: str
@@ -46,6 +47,15 @@ def is_packable(format: str) -> bool: ...
 def pack(
     team: Team, parts: list[tuple[str, np.ndarray]], in_features: int, quantize: str = "", gated: bool = False
 ) -> Weight: ...
+def adopt(
+    team: Team,
+    forms: list[tuple[str, int]],
+    in_features: int,
+    quantize: str,
+    gated: bool,
+    pieces: list[np.ndarray],
+) -> Weight: ...
+def hash_bytes(bytes: np.ndarray) -> int: ...
 def embedding(ids: torch.Tensor, table: AnyWeight, scale: float, out: torch.Tensor) -> Op: ...
 def norm(
     x: torch.Tensor,

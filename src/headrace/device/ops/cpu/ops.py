@@ -18,7 +18,7 @@ from headrace.device.attention.metadata import AttentionMetadata, LayerCache
 from headrace.device.ops.cpu import _native
 from headrace.device.ops.cpu.arena import Arena
 from headrace.device.ops.cpu.recorder import Recorder
-from headrace.device.ops.interface import Activation, AttentionShape, Weight, WeightRole
+from headrace.device.ops.interface import Activation, AttentionShape, PackedStore, Weight, WeightRole
 from headrace.device.quantization.raw_tensor import RawTensor
 from headrace.device.sampling.draw import draw_token
 
@@ -61,6 +61,7 @@ class NativeOps:
         self._arena = Arena()
         self._recorder: Recorder | None = None
         self._step: tuple[AttentionMetadata, _native.StepView] | None = None
+        self._packed: PackedStore | None = None
 
     @property
     def isa(self) -> str:
@@ -71,12 +72,21 @@ class NativeOps:
         """Record ops instead of running them, until called with ``None``."""
         self._recorder = recorder
 
+    def set_packed_store(self, store: PackedStore | None) -> None:
+        self._packed = store
+
     def pack_weight(self, parts: Sequence[RawTensor], role: WeightRole) -> Weight:
-        width = parts[0].shape[1]
-        sources = [_source(part) for part in parts]
+        width, gated = parts[0].shape[1], role == "gate_up"
         # Float embeddings stay as they are: a row is read, not multiplied.
         quantize = self._quantization if role != "embedding" else ""
-        return _native.pack(self.team, sources, width, quantize, gated=role == "gate_up")
+        forms = [(_packable_format(part), len(part.data)) for part in parts]
+        form = f"{forms} {width} {quantize} {gated}"
+        if self._packed is not None and (pieces := self._packed.take(form)) is not None:
+            return _native.adopt(self.team, forms, width, quantize, gated, list(pieces))
+        weight = _native.pack(self.team, [_source(part) for part in parts], width, quantize, gated)
+        if self._packed is not None:
+            self._packed.keep(form, weight.pieces)
+        return weight
 
     def embedding(self, ids: torch.Tensor, table: Weight, scale: float = 1.0) -> torch.Tensor:
         out = self._take(len(ids), table.in_features)
@@ -214,8 +224,12 @@ class NativeOps:
             self.team.run(op, rows, num_reqs, num_logit_rows)
 
 
+def _packable_format(part: RawTensor) -> str:
+    """In which format the packer takes a tensor: the file's where it knows it, floats otherwise."""
+    return part.format.name if _native.is_packable(part.format.name) else "F32"
+
+
 def _source(part: RawTensor) -> tuple[str, np.ndarray]:
-    """What the packer takes: the file's bytes where it knows their format, floats otherwise."""
-    if _native.is_packable(part.format.name):
-        return part.format.name, np.ascontiguousarray(part.data)
-    return "F32", part.dequantize().view(np.uint8)
+    """What the packer takes."""
+    name = _packable_format(part)
+    return name, np.ascontiguousarray(part.data) if name == part.format.name else part.dequantize().view(np.uint8)

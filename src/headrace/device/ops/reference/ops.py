@@ -15,7 +15,7 @@ import torch
 from torch.nn import functional
 
 from headrace.device.attention.metadata import AttentionMetadata, LayerCache
-from headrace.device.ops.interface import Activation, AttentionShape, Weight, WeightRole
+from headrace.device.ops.interface import Activation, AttentionShape, PackedStore, Weight, WeightRole
 from headrace.device.ops.reference.attention import paged_attention, store_kv
 from headrace.device.quantization.raw_tensor import RawTensor
 from headrace.device.sampling.draw import draw_token
@@ -78,6 +78,9 @@ class ReferenceOps:
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         self.dtype = dtype
+
+    def set_packed_store(self, store: PackedStore | None) -> None:
+        pass
 
     def pack_weight(self, parts: Sequence[RawTensor], role: WeightRole) -> ReferenceWeight:
         """Dequantise and join by rows."""
