@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import signal
 import subprocess
@@ -9,19 +10,32 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 START_TIMEOUT_S = 240.0
 _READY = re.compile(r"ready on (http://\S+)")
 
 
 class ServerProcess:
-    """Started in the constructor, ended with the ``with`` block; the log is kept in ``lines``."""
+    """Started in the constructor, ended with the ``with`` block; the log is kept in ``lines``.
 
-    def __init__(self, model: Path | str, *flags: str, simulated_step_s: float | None = None) -> None:
+    ``simulated_step_s`` and ``simulated`` (more options) are for the simulated executor; ``hooked`` runs the real one
+    with the hooks of `tests.http.hooked_server`.
+    """
+
+    def __init__(
+        self,
+        model: Path | str,
+        *flags: str,
+        simulated_step_s: float | None = None,
+        simulated: dict[str, Any] | None = None,
+        hooked: bool = False,
+    ) -> None:
         words = [sys.executable, "-m", "headrace.entrypoints.cli.main", "serve", str(model), "--port", "0", *flags]
-        if simulated_step_s is not None:
-            words[2:4] = ["tests.http.simulated_server"]
-            words.insert(4, str(simulated_step_s))
+        if hooked or simulated_step_s is not None:
+            options = None if simulated_step_s is None else {"step_s": simulated_step_s, **(simulated or {})}
+            words[2:4] = ["tests.http.hooked_server"]
+            words.insert(4, json.dumps(options))
         self.process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
         self.lines: list[str] = []
         self.url = ""

@@ -8,6 +8,7 @@ from typing import Any, Literal
 import msgspec
 
 Phase = Literal["forward", "sample", "logits"]
+Crash = Literal["memory", "file", "fault"]
 
 
 class RequestFault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -38,6 +39,7 @@ class FaultPlan:
 
     ``fail_forward`` and ``fail_sample`` strike once and go away. ``slow_s`` adds seconds to a forward.
     ``die_at`` kills the workers: that forward and all that follows fail for good. ``hang_at`` never returns.
+    At ``crash_at`` the executor itself raises, with ``crash`` saying what, which is the end of any core.
     """
 
     fail_forward: frozenset[int] = frozenset()
@@ -45,3 +47,16 @@ class FaultPlan:
     slow_s: dict[int, float] = field(default_factory=dict)
     die_at: int | None = None
     hang_at: int | None = None
+    crash_at: int | None = None
+    crash: Crash = "fault"
+
+
+def make_crash(kind: Crash) -> Exception:
+    """What a crash of a kind raises."""
+    match kind:
+        case "memory":
+            return MemoryError("cannot allocate 1 TiB")
+        case "file":
+            return FileNotFoundError(2, "No such file or directory", "/models/weights")
+        case "fault":
+            return ValueError("a simulated crash")

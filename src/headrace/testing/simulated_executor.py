@@ -29,13 +29,20 @@ from headrace.kv_connector.null import NullWorkerConnector
 from headrace.kv_connector.protocol import WorkerConnector
 from headrace.messages.kv_cache import KVCacheConfig, KVCacheKind, KVCacheSpec
 from headrace.messages.requests import AnyControl, Reload
-from headrace.messages.runner_output import NO_TOKEN_LEFT, NON_FINITE, ModelRunnerOutput, PromptLogprobs, StepStats, TokenLogprobs
+from headrace.messages.runner_output import (
+    NO_TOKEN_LEFT,
+    NON_FINITE,
+    ModelRunnerOutput,
+    PromptLogprobs,
+    StepStats,
+    TokenLogprobs,
+)
 from headrace.messages.scheduler_output import (
     GrammarOutput,
     NewRequest,
     SchedulerOutput,
 )
-from headrace.testing.faults import FaultPlan, RequestFault, SimulatedFault, parse_fault
+from headrace.testing.faults import Crash, FaultPlan, RequestFault, SimulatedFault, make_crash, parse_fault
 from headrace.testing.tokens import extend_hash, fake_logprobs, pick_token
 
 T = TypeVar("T")
@@ -200,6 +207,8 @@ class SimulatedExecutor(Executor):
         self._connector.register_caches([self._kv])
 
     def execute_model(self, step: SchedulerOutput, non_block: bool = True) -> Future[ModelRunnerOutput | None]:
+        if self.num_forwards == self._faults.crash_at:
+            raise make_crash(self._faults.crash)
         return self._submit(lambda: self._forward(step), non_block)
 
     def sample_tokens(self, grammar: GrammarOutput | None) -> Future[ModelRunnerOutput]:
@@ -462,6 +471,8 @@ def make_executor(
     step_s: float = 0.0,
     die_at: int | None = None,
     hang_at: int | None = None,
+    crash_at: int | None = None,
+    crash: Crash = "fault",
     start_error: str | None = None,
     start_s: float = 0.0,
 ) -> Executor:
@@ -471,6 +482,7 @@ def make_executor(
         step_s: seconds that each forward takes on the machine's clock.
         die_at: number of the forward at which the workers die.
         hang_at: number of the forward that never returns.
+        crash_at, crash: number of the forward at which the executor itself raises, and what.
         start_error: ``config``, ``model_file`` or ``crash``: what start-up raises.
         start_s: seconds that start-up takes.
     """
@@ -485,7 +497,7 @@ def make_executor(
         config,
         clock=SystemClock() if step_s else None,
         cost=StepCost(step_s, 0.0),
-        faults=FaultPlan(die_at=die_at, hang_at=hang_at),
+        faults=FaultPlan(die_at=die_at, hang_at=hang_at, crash_at=crash_at, crash=crash),
         progress=progress,
     )
 
