@@ -27,6 +27,7 @@ from headrace.testing.fake_client import FakeCoreClient
 
 MODEL = "tiny"
 MAX_LEN = 128
+VOCAB = 300
 EOS = 256
 TEMPLATE = (
     "{% for m in messages %}{{ '<' + m.role + '>' + m.content }}{% endfor %}"
@@ -79,9 +80,9 @@ async def start_server(auto: bool = True, settings: dict[str, Any] | None = None
     def script(request: EngineCoreRequest) -> list[int]:
         return list(answer) or [*tokenizer.encode("hello"), EOS]
 
-    config = make_engine_config(make_architecture(vocab_size=300), max_model_len=MAX_LEN, **settings or {})
+    config = make_engine_config(make_architecture(vocab_size=VOCAB), max_model_len=MAX_LEN, **settings or {})
     ready = CoreReady(
-        max_model_len=MAX_LEN, vocab_size=300, num_blocks=64, block_size=4, kv_cache_tokens=256, max_concurrency=2.0
+        max_model_len=MAX_LEN, vocab_size=VOCAB, num_blocks=64, block_size=4, kv_cache_tokens=256, max_concurrency=2.0
     )
     core = FakeCoreClient(script, ready, auto=auto)
     metrics = EngineMetrics(MODEL, MAX_LEN)
