@@ -345,8 +345,13 @@ def test_a_client_that_is_forgotten_leaves_nothing_behind(tmp_path: Path) -> Non
         print(ProcessClient(make_engine_config(), {EXECUTOR!r}).pid)
         """
     )
-    finished = subprocess.run([sys.executable, "-c", program], check=True, stdout=subprocess.PIPE, timeout=30)
-    assert _processes_of_session(int(finished.stdout)) == []
+    # The end of its output is that of all who held it, the core among them; but a process closes what it holds a moment
+    # before it is gone.
+    finished = subprocess.run([sys.executable, "-c", program], check=True, stdout=subprocess.PIPE, timeout=60)
+    deadline = time.monotonic() + 10
+    while _processes_of_session(int(finished.stdout)):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
     assert list(tmp_path.iterdir()) == []
 
 

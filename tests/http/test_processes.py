@@ -96,15 +96,20 @@ def test_draining(smollm2_gguf: Path) -> None:
     """B088."""
     with ServerProcess(smollm2_gguf, *FLAGS, "--drain-s", "120", simulated_step_s=STEP_S) as server:
         url = server.wait_ready()
-        body = {"prompt": "a", "max_tokens": 40, "ignore_eos": True, "stream": True}
-        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as reply:
+        # Long enough for all that is asked beside it, however slow the machine.
+        body = {"prompt": "a", "max_tokens": 200, "ignore_eos": True, "stream": True}
+        with (
+            httpx.Client(base_url=url, timeout=60) as client,
+            client.stream("POST", "/v1/completions", json=body) as reply,
+        ):
             lines = reply.iter_lines()
             next(lines)
+            assert client.get("/ready").status_code == 200
             server.process.send_signal(signal.SIGTERM)
             deadline = time.monotonic() + 5
-            while httpx.get(f"{url}/ready").status_code != 503:
+            while client.get("/ready").status_code != 503:
                 assert time.monotonic() < deadline
-            assert httpx.post(f"{url}/v1/completions", json={"prompt": "a"}).status_code == 503
+            assert client.post("/v1/completions", json={"prompt": "a"}).status_code == 503
             assert [line for line in lines if line][-1] == "data: [DONE]"
         assert server.wait(30) == 0
 
