@@ -93,9 +93,89 @@ async def test_chat_and_dashboard(live: Live, browser: Browser) -> None:
     await expect(page.locator("#rewind")).to_be_enabled()
     await page.locator("#steps").focus()
     await page.keyboard.press("ArrowLeft")
-    await expect(page.locator("#step-detail")).to_have_text(re.compile(r"Step \d+: 1 tokens: cmpl-job-2 1; .*forward"))
-    await page.locator("#rewind").fill("0")
+    await expect(page.locator("#step-detail")).to_contain_text(
+        re.compile(r"Step \d+: 1 tokens in .*cmpl-job-2 1.*forward")
+    )
     assert chat.errors == board.errors == []
+
+
+@pytest.mark.slow
+async def test_pause_stops_the_picture_and_rewind_takes_it_back(live: Live, browser: Browser) -> None:
+    board = Watched(await browser.new_page(viewport={"width": 1200, "height": 900}))
+    page = await board.open(f"{live.url}/dashboard")
+    await expect(page.locator("#generated")).to_have_text("0")
+    await live.complete("one", max_tokens=7)
+    await expect(page.locator("#generated")).to_have_text("7")
+    await page.locator("#pause").click()
+    await live.complete("two", max_tokens=9)
+    async with page.expect_response("**/explain"):
+        await page.locator("#requests tbody tr", has_text="one").click()
+    await page.keyboard.press("Escape")
+    # A tick and more went by; the picture stands still, and can be taken back to before the first request.
+    await page.wait_for_timeout(1500)
+    await expect(page.locator("#generated")).to_have_text("7")
+    await page.locator("#rewind").fill("0")
+    await expect(page.locator("#generated")).to_have_text("0")
+    await expect(page.locator("#when")).to_contain_text("back")
+    await page.locator("#pause").click()
+    await expect(page.locator("#generated")).to_have_text("16")
+    await expect(page.locator("#when")).to_have_text("now")
+    assert board.errors == []
+
+
+PIXEL = """([id, x, y]) => {
+  const canvas = document.getElementById(id), scale = devicePixelRatio;
+  return Array.from(canvas.getContext("2d").getImageData(x * scale, y * scale, 1, 1).data).slice(0, 3);
+}"""
+COLOUR = """(name) => {
+  const probe = document.createElement("i");
+  probe.style.background = `var(--${name})`;
+  document.body.append(probe);
+  return getComputedStyle(probe).backgroundColor.match(/\\d+/g).map(Number);
+}"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [390, 1360])
+async def test_every_scheme_and_width(live: Live, browser: Browser, scheme: Any, width: int) -> None:
+    context = await browser.new_context(viewport={"width": width, "height": 844}, color_scheme=scheme)
+    board = Watched(await context.new_page())
+    # Three blocks of 4 tokens stay findable, the fourth is not full.
+    await live.complete("a", prompt="ab" * 6, max_tokens=2)
+    page = await board.open(f"{live.url}/dashboard")
+    await expect(page.locator("#block-legend")).to_contain_text("cached, free to take 3")
+    await expect(page.locator("#block-legend")).to_contain_text("free 253")
+    assert await page.evaluate(PIXEL, ["blocks", 3, 3]) == await page.evaluate(COLOUR, "cached")
+    height = await page.evaluate("document.getElementById('blocks').clientHeight")
+    assert await page.evaluate(PIXEL, ["blocks", 3, height - 5]) == await page.evaluate(COLOUR, "free")
+    assert await page.evaluate("document.documentElement.scrollWidth") == width, "nothing may stick out at the side"
+    background = await page.evaluate("getComputedStyle(document.body).backgroundColor.match(/\\d+/g).map(Number)")
+    assert (sum(background) < 128 * 3) == (scheme == "dark")
+    chat = Watched(await context.new_page())
+    page = await chat.open(f"{live.url}/")
+    assert await page.evaluate("document.documentElement.scrollWidth") == width
+    assert board.errors == chat.errors == []
+    await context.close()
+
+
+@pytest.mark.slow
+async def test_the_key_goes_with_the_stream_and_a_wrong_one_is_asked_for_again(live: Live, browser: Browser) -> None:
+    page = await browser.new_page()
+    sent: list[dict[str, str]] = []
+    page.on("request", lambda request: sent.append({"url": request.url, **request.headers}))
+    await page.goto(f"{live.url}/dashboard")
+    await page.locator("#key").fill("wrong")
+    await page.locator("#key").press("Enter")
+    await expect(page.locator("#link")).to_contain_text("valid API key")
+    await expect(page.locator("#key")).to_be_focused()
+    await page.locator("#key").fill(KEY)
+    await page.locator("#key").press("Enter")
+    await expect(page.locator("#link")).to_have_text("live")
+    feeds = [one for one in sent if one["url"].endswith("/v1/dashboard/feed")]
+    assert feeds and feeds[-1]["authorization"] == f"Bearer {KEY}"
+    assert not [one for one in sent if KEY.replace(" ", "%20") in one["url"]], "the key stands in no address"
+    assert all(one["url"].startswith(live.url) for one in sent), "nothing is loaded from elsewhere"
 
 
 async def metric(live: Live, name: str) -> float:

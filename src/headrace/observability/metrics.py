@@ -182,6 +182,11 @@ class EngineMetrics(Collector):
             if flow.num_tokens > 1:
                 self.per_token.observe(decode / (flow.num_tokens - 1))
 
+    def num_generated(self, request_id: str) -> int:
+        """Tokens that a live request has given so far; 0 for any other."""
+        flow = self._flows.get(request_id)
+        return flow.num_tokens if flow is not None else 0
+
     def request_rejected(self, reason: str) -> None:
         """A full queue refused a request; ``reason`` is the name of the limit."""
         self.rejections.add(1, reason)

@@ -103,7 +103,7 @@ async def describe_requests(context: ServerContext, count: int) -> list[dict[str
                 "finish_reason": one["finish_reason"],
                 "num_prompt_tokens": one["num_prompt_tokens"],
                 "num_cached_tokens": one["local_hit"],
-                "num_output_tokens": one["num_output_tokens"],
+                "num_output_tokens": one["num_output_tokens"] or context.metrics.num_generated(one["request_id"]),
                 "num_preemptions": one["num_preemptions"],
                 "age_s": now - one["queued"],
                 "length_s": end - one["queued"],

@@ -1,235 +1,146 @@
-// The dashboard: follows the feed, keeps a bounded history for pause and rewind, and opens explanations.
+// The dashboard: follows the feed, shows the newest tick or the one that was rewound to, and opens explanations.
 
 import { CallError, events, get } from "./api.js";
-import { drawBlocks, drawSteps, OWNERS, stepsThatFit, BAR } from "./charts.js";
+import { drawBlocks, drawLine, drawSteps, stepAt, stepsThatFit } from "./charts.js";
 import { $, askForKey, duration, el, number } from "./dom.js";
+import { History } from "./history.js";
+import { showBlockLegend, showGraphs, showReasons, showRequests, showSetup, showStep } from "./panels.js";
 import { renderExplanation } from "./timeline.js";
 
-const MAX_STEPS = 2000;
-const MAX_TICKS = 900;
 const RETRY_MS = 2000;
+const HIDDEN = "hidden";
 
-const history = { steps: [], ticks: [] };
-let paused = false;
+const history = new History();
+let frozen = null;
 let chosen = null;
 let following = 0;
 
-// What is shown: the newest tick, or the one that was rewound to.
+// What is shown: the newest tick, or of those that were there when the picture was stopped the one rewound to.
 function shownTick() {
-  if (!paused) return history.ticks.at(-1);
-  return history.ticks[Number($("rewind").value)] ?? history.ticks.at(-1);
+  if (!frozen) return history.ticks.at(-1);
+  return frozen[Math.min(Number($("rewind").value), frozen.length - 1)];
 }
 
-function shownSteps(tick) {
-  const until = tick ? tick.last_step : Infinity;
-  const steps = history.steps.filter((step) => step.step <= until);
-  return steps.slice(-stepsThatFit($("steps")));
-}
+const shownSteps = (tick) => history.stepsUntil(tick, stepsThatFit($("steps")));
 
 function draw() {
   const tick = shownTick();
   const steps = shownSteps(tick);
   drawSteps($("steps"), steps, chosen);
   const waiting = Math.max(0, ...steps.map((step) => step.num_waiting));
-  $("step-note").textContent = waiting ? `the line: waiting requests, at most ${waiting}` : "";
+  $("step-note").textContent = waiting ? `line: waiting requests, at most ${waiting}` : "";
   if (!tick) return;
-  figures(tick);
+  $("when").textContent = frozen ? `${duration(Math.max(0, frozen.at(-1).taken - tick.taken))} back` : "now";
+  showFigures(tick);
   drawBlocks($("blocks"), tick.blocks);
-  blockLegend(tick.blocks);
-  reasons(tick);
-  requestRows(tick.requests);
+  showBlockLegend(tick.blocks);
+  showReasons(tick.stats);
+  showRequests(tick.requests, explain);
 }
 
-function figures(tick) {
+function showFigures(tick) {
   const { stats, latency, totals } = tick;
-  $("running").textContent = number(stats.num_running);
-  $("waiting").textContent = number(stats.num_waiting);
-  $("kv").textContent = `${number(100 * stats.kv_cache_usage, 1)} %`;
-  $("hit-rate").textContent = stats.prefix_queries ? `${number((100 * stats.prefix_hits) / stats.prefix_queries, 1)} %` : "–";
-  $("preemptions").textContent = number(stats.num_preemptions);
-  $("generated").textContent = number(totals.generation_tokens);
-  $("rate").textContent = number(tick.tokens_per_s, 1);
-  $("ttft").textContent = pair(latency.ttft);
-  $("gap").textContent = pair(latency.gap);
+  const text = {
+    rate: number(tick.tokens_per_s, 1),
+    "rate-in": `${number(tick.prompt_tokens_per_s, 1)} prompt tokens/s`,
+    running: number(stats.num_running),
+    waiting: number(stats.num_waiting),
+    kv: `${number(100 * stats.kv_cache_usage, 1)} %`,
+    "kv-blocks": `${number(tick.blocks.filter((state) => state > 2).length)} of ${number(tick.blocks.length)}`,
+    "hit-rate": stats.prefix_queries ? `${number((100 * stats.prefix_hits) / stats.prefix_queries, 1)} %` : "–",
+    "hit-tokens": stats.prefix_queries ? `${number(stats.prefix_hits)} of ${number(stats.prefix_queries)} tokens` : "",
+    preemptions: number(stats.num_preemptions),
+    recomputed: stats.recompute_tokens ? `${number(stats.recompute_tokens)} tokens computed again` : "",
+    generated: number(totals.generation_tokens),
+    prompted: `for ${number(totals.prompt_tokens)} prompt tokens`,
+    "ttft-of": latency.ttft ? ` of ${latency.ttft.of}` : "",
+    "gap-of": latency.gap ? ` of ${latency.gap.of}` : "",
+    ttft: median(latency.ttft),
+    "ttft-more": tails(latency.ttft),
+    gap: median(latency.gap),
+    "gap-more": tails(latency.gap),
+  };
+  for (const [id, value] of Object.entries(text)) $(id).textContent = value;
+  drawLine($("rate-line"), history.series(tick, (one) => one.tokens_per_s), "accent");
+  const waiting = history.series(tick, (one) => one.stats.num_waiting);
+  drawLine($("running-line"), history.series(tick, (one) => one.stats.num_running), "decode", [waiting, "waiting"]);
+  drawLine($("kv-line"), history.series(tick, (one) => one.stats.kv_cache_usage), "prefill");
 }
 
-const pair = (values) => (values ? values.map((seconds) => duration(1000 * seconds)).join(" / ") : "–");
+const median = (known) => (known ? duration(1000 * known.values[0]) : "–");
 
-function blockLegend(states) {
-  const counts = {};
-  for (const state of states) counts[state] = (counts[state] ?? 0) + 1;
-  $("block-legend").replaceChildren(
-    ...OWNERS.map(([state, name, words]) =>
-      el("span", {}, el("i", { class: "dot", style: `background:var(--${name})` }), `${words} ${number(counts[state] ?? 0)}`),
-    ),
-  );
-  $("block-note").textContent = `${number(states.length)} blocks`;
-}
-
-function meters(rows, format) {
-  const most = Math.max(...rows.map(([, value]) => value), 1e-9);
-  return el(
-    "div",
-    { class: "meter" },
-    ...rows.flatMap(([name, value]) => [
-      el("span", {}, name.replaceAll("_", " ")),
-      el("i", { style: `width:${(100 * value) / most}%` }),
-      el("span", { class: "number" }, format(value)),
-    ]),
-  );
-}
-
-function reasons(tick) {
-  const waiting = Object.entries(tick.stats.waiting_reasons ?? {});
-  const causes = Object.entries(tick.stats.cause_seconds ?? {}).sort((a, b) => b[1] - a[1]);
-  const phases = Object.entries(tick.stats.phase_seconds ?? {});
-  const parts = [];
-  if (waiting.length) parts.push(el("p", { class: "note" }, "Waiting now, by reason"), meters(waiting, number));
-  if (causes.length) {
-    const inMs = causes.map(([name, seconds]) => [name, 1000 * seconds]);
-    parts.push(el("p", { class: "note" }, "Time of all requests since start"), meters(inMs.slice(0, 8), duration));
-  }
-  if (phases.length) {
-    const inMs = phases.map(([name, seconds]) => [name, 1000 * seconds]);
-    parts.push(el("p", { class: "note" }, "Time of all steps since start"), meters(inMs, duration));
-  }
-  $("reasons").replaceChildren(...(parts.length ? parts : [el("p", { class: "note" }, "Nothing has run so far.")]));
-}
-
-function requestRows(requests) {
-  const body = $("requests").tBodies[0];
-  const focused = document.activeElement?.dataset?.request;
-  body.replaceChildren(
-    ...requests.map((one) => {
-      const state = one.state === "finished" ? one.finish_reason : one.waiting_reason ? `waiting: ${one.waiting_reason}` : one.state;
-      const open = (event) => {
-        if (event.type === "keydown" && event.key !== "Enter") return;
-        // Or the same key would press the first button of what it opens.
-        event.preventDefault();
-        explain(one.id);
-      };
-      const row = el(
-        "tr",
-        { tabindex: 0, role: "button", onclick: open, onkeydown: open },
-        el("td", {}, one.id),
-        el("td", {}, state.replaceAll("_", " ")),
-        ...[one.num_prompt_tokens, one.num_cached_tokens, one.num_output_tokens || "", one.num_preemptions || ""].map((value) =>
-          el("td", { class: "number" }, value === "" ? "" : number(value)),
-        ),
-        el("td", { class: "number" }, duration(1000 * one.length_s)),
-      );
-      row.dataset.request = one.request_id;
-      return row;
-    }),
-  );
-  if (focused) body.querySelector(`[data-request="${CSS.escape(focused)}"]`)?.focus();
-  if (!requests.length) body.append(el("tr", {}, el("td", { colspan: 7, class: "quiet" }, "No request so far.")));
+function tails(known) {
+  if (!known) return "";
+  const [, p95, p99] = known.values.map((seconds) => duration(1000 * seconds));
+  return `p95 ${p95} · p99 ${p99}`;
 }
 
 async function explain(id) {
   $("explain-id").textContent = id;
-  $("explain-body").replaceChildren();
+  $("explain-body").replaceChildren(el("p", { class: "quiet" }, "asking"));
   if (!$("explain").open) $("explain").showModal();
   try {
     const found = await get(`v1/requests/${encodeURIComponent(id)}/explain`);
-    $("explain-body").replaceChildren(...(found.answers ?? [found]).map(renderExplanation));
+    $("explain-body").replaceChildren(...(found.answers ?? [found]).map((answer) => renderExplanation(answer)));
   } catch (error) {
     $("explain-body").replaceChildren(el("p", { class: "error" }, error.message));
   }
 }
 
-function stepDetail() {
-  const step = history.steps.find((one) => one.step === chosen);
-  if (!step) return;
-  const phases = Object.entries(step.phases_ms).map(([name, ms]) => `${name} ${duration(ms)}`);
-  const grants = step.granted.slice(0, 6).map(([name, count]) => `${name} ${count}`);
-  const more = step.num_requests > 6 ? ` and ${step.num_requests - 6} more` : "";
-  const graph = step.graph_mode ? `${step.graph_mode}${step.graph_reason ? ` (${step.graph_reason})` : ""}` : "";
-  const preempted = step.num_preempted ? `preempted ${step.num_preempted}` : "";
-  const waiting = step.num_waiting ? `${step.num_waiting} wait${step.waiting_reason ? ` (${step.waiting_reason})` : ""}` : "";
-  const parts = [`${step.num_tokens} tokens: ${grants.join(", ")}${more}`, waiting, preempted, graph, phases.join(", ")];
-  $("step-detail").textContent = `Step ${step.step}: ${parts.filter(Boolean).join("; ")}`;
-}
-
 function choose(step) {
-  chosen = step;
-  stepDetail();
-  draw();
+  chosen = step.step;
+  showStep(step);
+  drawSteps($("steps"), shownSteps(shownTick()), chosen);
 }
 
 function setPaused(value) {
-  paused = value;
-  $("pause").textContent = paused ? "Go on" : "Pause";
-  $("pause").setAttribute("aria-pressed", paused);
+  frozen = value ? [...history.ticks] : null;
+  $("pause").textContent = value ? "Go on" : "Pause";
+  $("pause").setAttribute("aria-pressed", value);
   const slider = $("rewind");
-  slider.disabled = !paused;
-  slider.max = Math.max(0, history.ticks.length - 1);
+  slider.disabled = !value;
+  slider.max = Math.max(1, history.ticks.length - 1);
   slider.value = slider.max;
   draw();
 }
 
-function take(tick) {
-  const known = history.steps.at(-1)?.step ?? -1;
-  history.steps.push(...tick.steps.filter((step) => step.step > known));
-  history.steps.splice(0, Math.max(0, history.steps.length - MAX_STEPS));
-  tick.blocks = Array.from(atob(tick.blocks), (char) => char.charCodeAt(0)).slice(1);
-  tick.last_step = history.steps.at(-1)?.step ?? -1;
-  delete tick.steps;
-  // While paused nothing moves under the slider; the steps are kept all the same.
-  if (!paused) {
-    history.ticks.push(tick);
-    history.ticks.splice(0, Math.max(0, history.ticks.length - MAX_TICKS));
-    draw();
-  }
-}
-
-async function showSetup() {
-  const setup = await get("v1/dashboard/setup");
-  $("model").textContent = `${setup.model}, context of ${number(setup.max_model_len)} tokens`;
-  const refused = Object.entries(setup.attention.refused ?? {});
-  $("choices").replaceChildren(
-    el("p", {}, `Attention: ${setup.attention.chosen || "not told"}`),
-    refused.length ? el("p", { class: "note" }, "Not chosen:") : "",
-    el("ul", { class: "note" }, ...refused.map(([name, why]) => el("li", {}, `${name}: ${why}`))),
-    el("p", { class: "note", id: "graphs" }),
-  );
-  const phases = [...Object.entries(setup.start_up_ms), ...Object.entries(setup.engine_ms).map(([n, ms]) => [`engine: ${n}`, ms])];
-  $("start-up").replaceChildren(meters(phases, duration));
-  $("config").tBodies[0].replaceChildren(
-    ...setup.config.map((row) =>
-      el("tr", {}, el("td", {}, row.name), el("td", {}, String(row.value ?? "–")), el("td", { class: "quiet" }, row.reason)),
-    ),
-  );
+function setLink(state, text) {
+  $("link").dataset.state = state;
+  $("link").textContent = text;
 }
 
 async function follow() {
   const mine = ++following;
   while (mine === following) {
     try {
-      await showSetup();
+      setLink("waiting", "connecting");
+      showSetup(await get("v1/dashboard/setup"));
       for await (const tick of events("v1/dashboard/feed")) {
         if (mine !== following) return;
-        $("link").textContent = "live";
-        take(tick);
-        const modes = Object.entries(tick.stats.graph_steps ?? {}).map(([mode, count]) => `${mode} ${number(count)}`);
-        $("graphs").textContent = modes.length ? `Steps by graph mode: ${modes.join(", ")}` : "";
+        setLink("live", "live");
+        history.take(tick);
+        showGraphs(tick.stats);
+        if (!frozen && document.visibilityState !== HIDDEN) draw();
       }
-      $("link").textContent = "the server ended the feed";
+      setLink("error", "the server ended the feed");
     } catch (error) {
-      $("link").textContent = error.message;
+      setLink("error", error.message);
       if (error instanceof CallError && error.status === 401) return;
     }
     await new Promise((resolve) => setTimeout(resolve, RETRY_MS));
   }
 }
 
-$("pause").addEventListener("click", () => setPaused(!paused));
-$("rewind").addEventListener("input", draw);
-$("steps").addEventListener("click", (event) => {
+function chooseAt(event) {
   const steps = shownSteps(shownTick());
-  const place = steps.length - 1 - Math.floor(($("steps").clientWidth - event.offsetX) / BAR);
-  if (steps[place]) choose(steps[place].step);
-});
+  const step = steps[stepAt($("steps"), event.offsetX, steps.length)];
+  if (step && step.step !== chosen) choose(step);
+}
+
+$("pause").addEventListener("click", () => setPaused(!frozen));
+$("rewind").addEventListener("input", draw);
+$("steps").addEventListener("click", chooseAt);
+$("steps").addEventListener("pointermove", chooseAt);
 $("steps").addEventListener("keydown", (event) => {
   const by = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
   if (!by) return;
@@ -237,11 +148,20 @@ $("steps").addEventListener("keydown", (event) => {
   const steps = shownSteps(shownTick());
   const place = steps.findIndex((step) => step.step === chosen);
   const next = steps[place < 0 ? steps.length - 1 : Math.min(steps.length - 1, Math.max(0, place + by))];
-  if (next) choose(next.step);
+  if (next) choose(next);
+});
+$("explain").addEventListener("click", (event) => {
+  if (event.target === $("explain")) $("explain").close();
+});
+$("filter").addEventListener("input", () => {
+  const wanted = $("filter").value.trim().toLowerCase();
+  for (const row of $("config").tBodies[0].rows) row.hidden = !row.textContent.toLowerCase().includes(wanted);
 });
 document.addEventListener("keydown", (event) => {
-  if (event.key === "p" && !event.target.closest("input, textarea, dialog")) setPaused(!paused);
+  const typing = event.target.closest("input, textarea, dialog");
+  if (event.key === "p" && !event.ctrlKey && !event.metaKey && !typing) setPaused(!frozen);
 });
+document.addEventListener("visibilitychange", draw);
 window.addEventListener("resize", draw);
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
 

@@ -1,4 +1,4 @@
-// Small helpers: elements, numbers, and the form that asks for the key.
+// Small helpers: elements, numbers, colours, and the form that asks for the key.
 
 import { setKey, whenKeyIsWanted } from "./api.js";
 
@@ -26,12 +26,17 @@ export function duration(ms) {
   return `${number(ms / 1000, ms < 10000 ? 2 : 1)} s`;
 }
 
-// The same text always gets the same colour.
-export function colourOf(text) {
+export const words = (name) => name.replaceAll("_", " ");
+
+// The value of a colour or number of the style sheet, in the scheme that is shown.
+export const styled = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
+
+// The same text always gets the same hue; how light and how strong is up to the scheme.
+export function colourOf(text, light = styled("light"), chroma = styled("chroma")) {
   let hash = 2166136261;
   for (const char of text) hash = Math.imul(hash ^ char.codePointAt(0), 16777619);
   hash = Math.imul(hash ^ (hash >>> 15), 0x2c1b3c6d) >>> 0;
-  return `hsl(${(hash >>> 8) % 360} ${55 + (hash % 3) * 12}% ${42 + ((hash >>> 4) % 4) * 7}%)`;
+  return `oklch(${Number(light) + ((hash >>> 20) % 3) * 0.045} ${chroma} ${(hash >>> 8) % 360})`;
 }
 
 export function askForKey(again) {
