@@ -19,7 +19,7 @@ from headrace.device.attention.metadata import AttentionMetadata, ForwardContext
 from headrace.device.loading.loader import load_model
 from headrace.device.ops.cpu.ops import NativeOps
 from headrace.device.ops.cpu.plan_runner import PlanRunner
-from headrace.device.runner.graphs import Dispatch, GraphMode
+from headrace.device.runner.graphs import Dispatch, ForwardInputs, GraphMode
 from headrace.entrypoints.engine_config import load_engine_config
 
 BLOCK = 32
@@ -74,14 +74,15 @@ class Bench:
         return ForwardContext(self.positions[:tokens], [meta], [0] * len(self.caches), self.caches)
 
     def step(self, ctx: ForwardContext, mode: GraphMode) -> tuple[float, float]:
-        """Seconds of a forward and of the logits of every request's last row with arg max."""
+        """Seconds of a forward and of the head of every request's last row, down to its best token."""
         meta = ctx.groups[0]
-        ids, last = self.ids[: meta.num_tokens], self.start[1 : meta.num_reqs + 1] - 1
+        ids, last = self.ids[: meta.num_tokens], (self.start[1 : meta.num_reqs + 1] - 1).numpy()
+        inputs = ForwardInputs(meta.num_tokens, meta.num_reqs, lambda: (ids, ctx))
         began = CLOCK()
-        hidden = self.runner.run(Dispatch(mode, "", meta.num_tokens), ids, ctx, None)
+        hidden = self.runner.run(Dispatch(mode, "", meta.num_tokens), inputs, None)
         middle = CLOCK()
         assert isinstance(hidden, torch.Tensor)
-        self.ops.arg_max(self.model.compute_logits(self.ops.gather_rows(hidden, last)))
+        self.runner.run_head(hidden, last, len(last))
         return middle - began, CLOCK() - middle
 
 

@@ -16,8 +16,8 @@
 #include <stdexcept>
 
 #include "byte_hash.h"
-#include "draw.h"
 #include "features.h"
+#include "head.h"
 #include "ops.h"
 #include "plan.h"
 
@@ -28,7 +28,6 @@ namespace {
 
 using Matrix = nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using Vector = nb::ndarray<float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using Row = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Ints = nb::ndarray<int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Longs = nb::ndarray<int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Bytes = nb::ndarray<const uint8_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
@@ -200,6 +199,22 @@ std::shared_ptr<Op> make_gated(const Matrix& x, std::shared_ptr<Weight> weight, 
     return op;
 }
 
+std::shared_ptr<Op> make_head(const Matrix& x, std::shared_ptr<Weight> weight, float softcap, bool exact, const Ints& best,
+                              const Vector& peaks, const Matrix& logits) {
+    require(logits.shape(1) >= size_t(weight->out_features), "rows of logits are too short");
+    require(best.shape(0) >= x.shape(0) && peaks.shape(0) >= x.shape(0), "best and peaks must have room for every row");
+    auto op = std::make_shared<HeadOp>();
+    op->input = make_input(x, *weight, Rows::Logits, exact);
+    op->softcap = softcap;
+    op->best = best.data();
+    op->peaks = peaks.data();
+    op->logits = logits.data();
+    op->ld = int64_t(logits.shape(1));
+    op->max_logits = int(logits.shape(0));
+    op->weight = std::move(weight);
+    return op;
+}
+
 StepView make_step(const Ints& query_start_loc, const Ints& seq_lens, const Table& block_table, const Longs& slots) {
     require(block_table.stride(1) == 1, "rows of the block table must be contiguous");
     require(query_start_loc.shape(0) >= 1, "query_start_loc is empty");
@@ -346,6 +361,8 @@ std::shared_ptr<Op> make_arg_max(const Matrix& x, const Ints& out) {
 // An array argument: of the right type and layout already, since an op keeps its address and not a converted copy's.
 static constexpr auto array(const char* name) { return nb::arg(name).noconvert(); }
 
+void bind_sampling(nb::module_& m);  // bindings_sampling.cpp
+
 NB_MODULE(_native, m) {
     nb::enum_<Rows>(m, "Rows").value("TOKENS", Rows::Tokens).value("LOGITS", Rows::Logits);
 
@@ -370,10 +387,10 @@ NB_MODULE(_native, m) {
         .def_prop_ro("isa", [](const Team& t) { return t.kernels().name; })
         .def("set_progress", [](Team& t, uint64_t address) { t.set_progress(reinterpret_cast<uint64_t*>(address)); },
              nb::arg("address"))
-        .def("run", [](Team& t, const Op& op, int tokens, int reqs, int logit_rows) {
-            run_op(t, op, {tokens, reqs, logit_rows});
+        .def("run", [](Team& t, const Op& op, int tokens, int reqs, int logit_rows, int best_rows) {
+            run_op(t, op, {tokens, reqs, logit_rows, best_rows});
         }, nb::call_guard<nb::gil_scoped_release>(), nb::arg("op"), nb::arg("tokens") = 0, nb::arg("reqs") = 0,
-           nb::arg("logit_rows") = 0);
+           nb::arg("logit_rows") = 0, nb::arg("best_rows") = 0);
 
     nb::class_<Plan>(m, "Plan")
         .def("__init__", [](Plan* self, int tokens, int reqs, int logit_rows) { new (self) Plan({tokens, reqs, logit_rows}); },
@@ -384,10 +401,10 @@ NB_MODULE(_native, m) {
             for (uint64_t address : kept) pointers.push_back(reinterpret_cast<const void*>(address));
             p.finish(team, pointers);
         }, nb::arg("team"), nb::arg("kept"))
-        .def("replay", [](const Plan& p, Team& team, int tokens, int reqs, int logit_rows) {
-            p.replay(team, {tokens, reqs, logit_rows});
+        .def("replay", [](const Plan& p, Team& team, int tokens, int reqs, int logit_rows, int best_rows) {
+            p.replay(team, {tokens, reqs, logit_rows, best_rows});
         }, nb::call_guard<nb::gil_scoped_release>(), nb::arg("team"), nb::arg("tokens"), nb::arg("reqs"),
-           nb::arg("logit_rows") = 0)
+           nb::arg("logit_rows") = 0, nb::arg("best_rows") = 0)
         .def("profile", [](const Plan& p, Team& team, int tokens, int reqs, int logit_rows) {
             return p.profile(team, {tokens, reqs, logit_rows});
         }, nb::arg("team"), nb::arg("tokens"), nb::arg("reqs"), nb::arg("logit_rows") = 0)
@@ -418,6 +435,8 @@ NB_MODULE(_native, m) {
     m.def("gather", &make_gather, array("x"), array("index"), array("out"));
     m.def("linear", &make_linear, array("x"), array("weight"), array("bias").none(), nb::arg("softcap"),
           nb::arg("exact"), array("out"), nb::arg("rows"));
+    m.def("head", &make_head, array("x"), array("weight"), nb::arg("softcap"), nb::arg("exact"), array("best"),
+          array("peaks"), array("logits"));
     m.def("gated", &make_gated, array("x"), array("weight"), nb::arg("activation"), nb::arg("exact"), array("out"),
           nb::arg("rows"));
     m.def("step", &make_step, array("query_start_loc"), array("seq_lens"), array("block_table"),
@@ -431,8 +450,5 @@ NB_MODULE(_native, m) {
     m.def("moe", &make_moe, array("x"), nb::arg("router"), nb::arg("gate_up"), nb::arg("down"), nb::arg("top_k"),
           nb::arg("activation"), nb::arg("renormalize"), nb::arg("exact"), array("out"));
     m.def("arg_max", &make_arg_max, array("x"), array("out"));
-    m.def("draw_token", [](const Team& team, const Row& x, uint64_t seed, uint64_t position) {
-        require(x.shape(0) > 0, "a row without values");
-        return draw_token(team.kernels(), x.data(), int(x.shape(0)), seed, position);
-    }, nb::arg("team"), array("x"), nb::arg("seed"), nb::arg("position"));
+    bind_sampling(m);
 }

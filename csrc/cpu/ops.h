@@ -14,8 +14,9 @@
 
 namespace headrace {
 
+// `best_rows` of the rows of logits come first and need nothing but their greatest one.
 struct Sizes {
-    int tokens = 0, reqs = 0, logit_rows = 0;
+    int tokens = 0, reqs = 0, logit_rows = 0, best_rows = 0;
 };
 
 // Which size counts the rows of an op.

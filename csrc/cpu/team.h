@@ -55,7 +55,7 @@ private:
 };
 
 // Buffers that all threads of a run share, by purpose.
-enum class Shared : int { Activations, GatedActivations, Partials, Moe, MoeActivations, MoeHidden, MoeIndex, Count };
+enum class Shared : int { Activations, GatedActivations, Partials, Moe, MoeActivations, MoeHidden, MoeIndex, Best, Count };
 
 class Team {
 public:

@@ -12,11 +12,19 @@ from headrace.base.progress import ProgressWord
 from headrace.device.attention.metadata import AttentionMetadata, ForwardContext, LayerCache
 from headrace.device.ops.cpu.ops import NativeOps
 from headrace.device.ops.cpu.plan_runner import PlanRunner
-from headrace.device.runner.graphs import BatchDescriptor, Dispatch, ForwardModel, GraphMode, dispatch
+from headrace.device.runner.graphs import (
+    BatchDescriptor,
+    Dispatch,
+    ForwardInputs,
+    ForwardModel,
+    GraphMode,
+    dispatch,
+    run_head_eagerly,
+)
 from tests.ops_cpu.cases import Shape, make_raw
 from tests.ops_cpu.conftest import make_ops
 
-WIDTH, INNER, HEADS, KV_HEADS, DIM, BLOCK, LAYERS, VOCAB = 96, 160, 6, 2, 16, 16, 3, 50
+WIDTH, INNER, HEADS, KV_HEADS, DIM, BLOCK, LAYERS, VOCAB = 96, 160, 6, 2, 16, 16, 3, 350
 MAX_TOKENS, MAX_REQS, MAX_BLOCKS = 150, 9, 20
 
 
@@ -119,8 +127,11 @@ class Steps:
         return self.ids[:tokens], ForwardContext(self.positions[:tokens], [meta], [0] * LAYERS, caches, self.progress)
 
 
-def _full(tokens: int) -> Dispatch:
-    return Dispatch(GraphMode.FULL, "test", tokens)
+def _run(runner: PlanRunner, ids: torch.Tensor, ctx: ForwardContext, choice: Dispatch | None = None) -> torch.Tensor:
+    inputs = ForwardInputs(len(ids), ctx.groups[0].num_reqs, lambda: (ids, ctx))
+    hidden = runner.run(choice or Dispatch(GraphMode.FULL, "test", len(ids)), inputs, None)
+    assert isinstance(hidden, torch.Tensor)
+    return hidden
 
 
 def _runner(model: ForwardModel, ops: NativeOps, steps: Steps, caches: list[LayerCache]) -> PlanRunner:
@@ -139,7 +150,7 @@ def test_replay_equals_eager(activations, threads) -> None:
     for _ in range(30):
         ids, ctx = steps.fill(eager_caches)
         want = model.forward(ids, ctx).clone()
-        got = runner.run(_full(len(ids)), ids, replace(ctx, caches=plan_caches), None)
+        got = _run(runner, ids, replace(ctx, caches=plan_caches))
         assert torch.equal(got, want)
         for a, b in zip(eager_caches, plan_caches, strict=True):
             assert torch.equal(a.key, b.key)
@@ -157,7 +168,7 @@ def test_teams_of_any_size_replay_the_same_bits() -> None:
         results.append([])
         for _ in range(5):
             ids, ctx = steps.fill(caches)
-            results[-1].append(runner.run(_full(len(ids)), ids, ctx, None).clone())
+            results[-1].append(_run(runner, ids, ctx).clone())
     for other in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
 
@@ -168,7 +179,7 @@ def test_progress_moves_with_every_op() -> None:
     runner = _runner(TinyModel(ops), ops, steps, caches)
     ids, ctx = steps.fill(caches)
     before = steps.progress.read()
-    runner.run(_full(len(ids)), ids, ctx, None)
+    _run(runner, ids, ctx)
     assert steps.progress.read() - before == len(runner.op_names)
     ops.team.set_progress(0)
 
@@ -184,7 +195,7 @@ def test_a_foreign_computation_refuses_the_plan_by_name() -> None:
     runner = _runner(model, ops, steps, caches)
     ids, ctx = steps.fill(caches)
     choice = dispatch(BatchDescriptor(len(ids), ctx.groups[0].num_reqs), runner.captured)
-    got = runner.run(choice, ids, ctx, None).clone()
+    got = _run(runner, ids, ctx, choice).clone()
     assert choice.mode is GraphMode.EAGER
     assert runner.captured.graphs == ()
     assert "aten::mul" in runner.captured.why_none
@@ -196,14 +207,48 @@ def test_steps_that_do_not_fit_are_errors() -> None:
     caches = steps.caches()
     runner = _runner(TinyModel(ops), ops, steps, caches)
     ids, ctx = steps.fill(caches)
-    want = runner.run(_full(len(ids)), ids, ctx, None).clone()
+    want = _run(runner, ids, ctx).clone()
     before = [cache.key.clone() for cache in caches]
     good = int(ids[0])
     ids[0] = VOCAB
     with pytest.raises(IndexError, match="token id"):
-        runner.run(_full(len(ids)), ids, ctx, None)
+        _run(runner, ids, ctx)
     assert all(torch.equal(a, cache.key) for a, cache in zip(before, caches, strict=True)), "nothing has run"
     ids[0] = good
     with pytest.raises(IndexError, match="larger than the captured plan"):
         runner._recorder.plan.replay(ops.team, MAX_TOKENS + 1, 1)
-    assert torch.equal(runner.run(_full(len(ids)), ids, ctx, None), want)
+    assert torch.equal(_run(runner, ids, ctx), want)
+
+
+@pytest.mark.parametrize("activations", ["exact", "int8"])
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_the_planned_head_equals_logits_and_arg_max(activations, threads) -> None:
+    ops = make_ops(threads, activations)
+    model, steps = TinyModel(ops), Steps(4)
+    caches = steps.caches()
+    runner = _runner(model, ops, steps, caches)
+    for _ in range(30):
+        ids, ctx = steps.fill(caches)
+        hidden = _run(runner, ids, ctx)
+        rows = steps.rng.integers(0, len(ids), int(steps.rng.integers(1, MAX_REQS + 1))).astype(np.int32)
+        want = run_head_eagerly(model, ops, hidden, rows)
+        num_best = int(steps.rng.integers(0, len(rows) + 1))
+        got = runner.run_head(hidden, rows, num_best)
+        assert np.array_equal(got.best, want.best)
+        assert np.array_equal(got.peaks, want.peaks)
+        assert np.array_equal(got.logits, want.logits[num_best:])
+
+
+def test_a_head_of_a_model_that_changes_its_logits_is_called_op_by_op() -> None:
+    class Scaled(TinyModel):
+        def compute_logits(self, hidden_rows: torch.Tensor) -> torch.Tensor:
+            return super().compute_logits(hidden_rows) * 2
+
+    ops, steps = make_ops(), Steps(5)
+    model = Scaled(ops)
+    caches = steps.caches()
+    runner = _runner(model, ops, steps, caches)
+    ids, ctx = steps.fill(caches)
+    hidden, rows = _run(runner, ids, ctx), np.array([0], dtype=np.int32)
+    want = model.compute_logits(ops.gather_rows(hidden, torch.from_numpy(rows))).numpy()
+    assert np.array_equal(runner.run_head(hidden, rows, 0).logits, want)

@@ -14,6 +14,7 @@ from headrace.base.progress import ProgressWord
 from headrace.device.attention.backend import LayerFacts
 from headrace.device.attention.cpu_layout import allocate_cpu_blocks, make_cpu_spec
 from headrace.device.attention.metadata import ForwardContext, LayerCache
+from headrace.device.ops.reference.step_inputs import NumpyStepInputs
 from headrace.device.runner.graphs import EagerRunner
 from headrace.device.runner.kv_memory import KVMemory
 from headrace.device.runner.model_runner import ModelRunner, RunnerLimits
@@ -75,6 +76,7 @@ class FakeOps:
     """The operators that the runner itself calls."""
 
     draw_token = staticmethod(draw_token)
+    make_step_inputs = staticmethod(NumpyStepInputs)
 
     def gather_rows(self, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         return x[rows.long()]
@@ -105,11 +107,11 @@ def _make_runner(
     clock: Any = None,
 ) -> ModelRunner:
     config = make_config(groups=groups)
-    model = FakeModel()
+    model, ops = FakeModel(), FakeOps()
     return ModelRunner(
         model,
-        FakeOps(),  # type: ignore[arg-type]
-        EagerRunner(model),
+        ops,  # type: ignore[arg-type]
+        EagerRunner(model, ops),  # type: ignore[arg-type]
         config,
         KVMemory(config, FakeBackend()),  # type: ignore[arg-type]
         RunnerLimits(max_num_seqs, max_tokens, max_model_len, VOCAB),

@@ -10,7 +10,7 @@ import pytest
 
 from headrace.device.sampling.noise import hash_tokens, make_key, make_noise
 from headrace.device.sampling.rows import SamplingRows
-from headrace.device.sampling.sampler import NO_TOKEN, Sampler, SamplerOutput, SamplingMetadata
+from headrace.device.sampling.sampler import NO_TOKEN, HeadOutput, Sampler, SamplerOutput, SamplingMetadata
 from headrace.messages.sampling_params import SamplingParams
 from headrace.messages.scheduler_output import NewRequest
 
@@ -46,7 +46,9 @@ class Bench:
 
     def sample(self, logits: np.ndarray, order: list[int], masks: dict[int, np.ndarray] | None = None) -> SamplerOutput:
         positions = np.array([len(self.requests[r].token_ids) for r in order])
-        return self.sampler.sample(logits, SamplingMetadata(np.array(order), positions, masks or {}))
+        return self.sampler.sample(
+            HeadOutput.of_logits(logits), SamplingMetadata(np.array(order), positions, masks or {})
+        )
 
 
 def twin(logits: np.ndarray, request: NewRequest, allowed_bits: np.ndarray | None) -> int | None:
@@ -194,7 +196,7 @@ def test_sampling_again_gives_the_same() -> None:
         made = []
         for position in range(start, stop):
             meta = SamplingMetadata(np.array([0]), np.array([position]))
-            token = int(bench.sampler.sample(logits[position : position + 1], meta).token_ids[0])
+            token = int(bench.sampler.sample(HeadOutput.of_logits(logits[position : position + 1]), meta).token_ids[0])
             bench.token_ids[0, position] = token
             made.append(token)
         return made
@@ -217,7 +219,8 @@ def test_draws_follow_the_distribution() -> None:
     count = 8_000
     counts = np.zeros(12)
     for position in range(count):
-        counts[bench.sampler.sample(logits, SamplingMetadata(np.array([0]), np.array([position]))).token_ids[0]] += 1
+        meta = SamplingMetadata(np.array([0]), np.array([position]))
+        counts[bench.sampler.sample(HeadOutput.of_logits(logits), meta).token_ids[0]] += 1
     weights = np.exp(logits[0].astype(np.float64) / 0.8)
     expected = weights / weights.sum() * count
     chi_square = float(((counts - expected) ** 2 / expected).sum())

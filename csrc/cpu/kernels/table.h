@@ -121,6 +121,12 @@ constexpr size_t attend_scratch_floats(int head_dim) {
     return 2 * kRange * d + kMaxPairs * (2 * d + kRange + 4) + 2 * kRange;
 }
 
+// The greatest logit of a row so far; nothing yet has the largest id and minus infinity.
+struct Best {
+    float value;
+    int32_t id;
+};
+
 // A token that may win a draw.
 struct Contender {
     int32_t id;
@@ -150,6 +156,9 @@ struct Kernels {
     void (*softmax)(const float* x, int n, float* out);
     // Tokens whose value and noise under the key may reach `least`, ascending; returns how many. `out` has room for n + 1.
     int (*find_contenders)(const float* x, int n, uint32_t key_low, uint32_t key_high, float least, Contender* out);
+    // Folds `cols` logits of tokens from `first_id` into each row's best: the greatest, the lowest id of equals; infinity when
+    // one is not finite. Tiles may come in any order.
+    void (*find_best)(const float* tile, int64_t ld, int rows, int cols, int first_id, Best* best);
 };
 
 constexpr size_t kGemmFloatScratch = 128 * 64 + 4 * 128 * 16;  // floats

@@ -178,10 +178,10 @@ class Worker:
         """The captured plan where the operators can record one and nobody asked for eager calls."""
         config = self._config
         if config.device.enforce_eager:
-            return EagerRunner(loaded.model, CapturedGraphs(why_none="--enforce-eager"))
+            return EagerRunner(loaded.model, self._ops, CapturedGraphs(why_none="--enforce-eager"))
         if self._ops.name != "native":
             why = f"the {self._ops.name} operators are called one by one"
-            return EagerRunner(loaded.model, CapturedGraphs(why_none=why))
+            return EagerRunner(loaded.model, self._ops, CapturedGraphs(why_none=why))
         from headrace.device.ops.cpu.ops import NativeOps
         from headrace.device.ops.cpu.plan_runner import PlanRunner
 

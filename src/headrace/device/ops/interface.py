@@ -12,6 +12,7 @@ Shapes: ``T`` tokens of a step, ``H`` hidden size, ``R`` requests, ``V`` vocabul
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import numpy as np
@@ -52,6 +53,49 @@ class AttentionShape(Protocol):
     chunk: int
     softcap: float
     sinks: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class TableMemory:
+    """One KV group: block ids of every row (int32), and where those of a step and its slots (int64) go."""
+
+    table: np.ndarray
+    num_blocks: np.ndarray
+    block_size: int
+    step_table: np.ndarray
+    slots: np.ndarray
+
+
+@dataclass(frozen=True, slots=True)
+class StepMemory:
+    """Token ids of every row (int32 ``[rows, tokens]``), and the buffers that forwards read (int32)."""
+
+    token_ids: np.ndarray
+    ids: np.ndarray
+    positions: np.ndarray
+    query_start_loc: np.ndarray
+    seq_lens: np.ndarray
+    groups: tuple[TableMemory, ...]
+
+
+class StepInputs(Protocol):
+    """Fills the buffers of a `StepMemory`."""
+
+    def fill(self, rows: np.ndarray, num_computed: np.ndarray, num_new: np.ndarray) -> int:
+        """Write a step; returns its tokens.
+
+        Args:
+            rows, num_computed, num_new: int64, one entry per request in batch order: its row, the tokens computed
+                before and those to compute now.
+
+        Raises:
+            IndexError: a row, a token or a block does not exist, or the buffers are too small; nothing is written.
+        """
+        ...
+
+    def pad(self, reqs: int, begin: int, end: int) -> None:
+        """Make padding of tokens ``begin`` to ``end``: no slot, and no request behind ``reqs``."""
+        ...
 
 
 class PackedStore(Protocol):
@@ -156,4 +200,8 @@ class Ops(Protocol):
 
     def draw_token(self, x: np.ndarray, ids: np.ndarray | None, seed: int, position: int) -> int:
         """A token from scaled logits, by Gumbel-max; see `headrace.device.sampling.draw`, whose bits it gives."""
+        ...
+
+    def make_step_inputs(self, memory: StepMemory) -> StepInputs:
+        """What fills the buffers of ``memory``."""
         ...

@@ -3,33 +3,25 @@
 from __future__ import annotations
 
 from headrace.device.attention.metadata import AttentionMetadata
-from headrace.device.runner.block_tables import BlockTables
 from headrace.device.runner.input_batch import InputBatch, InputBuffers
 
 
-def prepare_attn(
-    batch: InputBatch, tables: BlockTables, buffers: InputBuffers, padded_tokens: int
-) -> list[AttentionMetadata]:
-    """Fill block tables and slots; tokens from ``batch.num_tokens`` to ``padded_tokens`` are padding without a slot."""
-    tables.check_covers(batch.rows, batch.seq_lens)
+def prepare_attn(batch: InputBatch, buffers: InputBuffers, padded_tokens: int) -> list[AttentionMetadata]:
+    """Views of the buffers; tokens from ``batch.num_tokens`` to ``padded_tokens`` are padding without a slot."""
     num_reqs = batch.num_reqs
-    groups = []
-    for group, (blocks, slots) in enumerate(zip(buffers.block_tables, buffers.slot_mappings, strict=True)):
-        tables.gather(group, batch.rows, blocks.np[:num_reqs])
-        tables.map_slots(group, batch.token_rows, batch.token_positions, slots.np)
-        groups.append(
-            AttentionMetadata(
-                num_tokens=padded_tokens,
-                num_reqs=num_reqs,
-                max_query_len=batch.max_query_len,
-                max_seq_len=int(batch.seq_lens.max(initial=0)),
-                query_start_loc=buffers.query_start_loc.torch[: num_reqs + 1],
-                seq_lens=buffers.seq_lens.torch[:num_reqs],
-                block_table=blocks.torch[:num_reqs],
-                slot_mapping=slots.torch[:padded_tokens],
-            )
+    return [
+        AttentionMetadata(
+            num_tokens=padded_tokens,
+            num_reqs=num_reqs,
+            max_query_len=batch.max_query_len,
+            max_seq_len=int(batch.seq_lens.max(initial=0)),
+            query_start_loc=buffers.query_start_loc.torch[: num_reqs + 1],
+            seq_lens=buffers.seq_lens.torch[:num_reqs],
+            block_table=blocks.torch[:num_reqs],
+            slot_mapping=slots.torch[:padded_tokens],
         )
-    return groups
+        for blocks, slots in zip(buffers.block_tables, buffers.slot_mappings, strict=True)
+    ]
 
 
 def whole_buffers(buffers: InputBuffers) -> list[AttentionMetadata]:

@@ -1,6 +1,6 @@
 """Block ids of every row, one table per KV cache group.
 
-Owns the tables and the way from a position to a slot. Changes are staged while a step's requests are read and applied
+Owns the tables. Changes are staged while a step's requests are read and applied
 in one call. Blocks given to a row stay its own until the row ends; the table never takes one back, so a step that
 runs again (with later ones dropped) may bring blocks that the row already has: they are recognised by their place and
 not added twice.
@@ -13,8 +13,6 @@ from collections.abc import Sequence
 import numpy as np
 
 from headrace.messages.scheduler_output import BlockIds
-
-NO_SLOT = -1
 
 
 class BlockTables:
@@ -70,24 +68,3 @@ class BlockTables:
             return count
         same = np.flatnonzero(self.tables[group][row, search_from:count] == first_id)
         return search_from + int(same[0]) if len(same) else count
-
-    def gather(self, group: int, rows: np.ndarray, out: np.ndarray) -> None:
-        """Copy the rows' tables, in this order, into ``out`` (int32 ``[R, max_blocks]``)."""
-        np.take(self.tables[group], rows, axis=0, out=out, mode="clip")
-
-    def map_slots(self, group: int, token_rows: np.ndarray, positions: np.ndarray, out: np.ndarray) -> None:
-        """Fill ``out`` (int64, at least ``T`` long) with each token's slot and `NO_SLOT` behind them."""
-        table, size = self.tables[group], self.block_sizes[group]
-        count = len(positions)
-        index, offset = np.divmod(positions, size)
-        blocks = table[token_rows, index]
-        slots = out[:count]
-        np.multiply(blocks, size, out=slots, dtype=np.int64)
-        slots += offset
-        out[count:] = NO_SLOT
-
-    def check_covers(self, rows: np.ndarray, seq_lens: np.ndarray) -> None:
-        """Assert that every token of a step has a block."""
-        for group, size in enumerate(self.block_sizes):
-            needed = -(-seq_lens // size)
-            assert (needed <= self.num_blocks[group, rows]).all(), "a scheduled token has no block"

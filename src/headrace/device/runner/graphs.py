@@ -6,14 +6,21 @@ sizes, padded up to) and the CPU's captured plan (rows are a parameter, no paddi
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from headrace.device.attention.metadata import ForwardContext
 from headrace.device.distributed.groups import IntermediateTensors
+from headrace.device.ops.interface import Ops
+from headrace.device.sampling.sampler import HeadOutput
+
+MAX_LOGIT_ROWS = 64
+"""Rows whose logits are held at once: 13 MB for a vocabulary of 49,152."""
 
 
 class GraphMode(str, Enum):
@@ -117,6 +124,15 @@ class ForwardModel(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class ForwardInputs:
+    """A step's inputs, which lie in persistent buffers. Their tensors are made only for those who call the model."""
+
+    num_tokens: int
+    num_reqs: int
+    make: Callable[[], tuple[torch.Tensor, ForwardContext]]
+
+
 class GraphRunner(Protocol):
     """Runs forwards, by replay where a graph was captured."""
 
@@ -127,10 +143,25 @@ class GraphRunner(Protocol):
         ...
 
     def run(
-        self, choice: Dispatch, ids: torch.Tensor, ctx: ForwardContext, intermediate: IntermediateTensors | None
+        self, choice: Dispatch, inputs: ForwardInputs, intermediate: IntermediateTensors | None
     ) -> torch.Tensor | IntermediateTensors:
-        """The model's forward for a step that was dispatched as ``choice``; all inputs lie in persistent buffers."""
+        """The model's forward for a step that was dispatched as ``choice``."""
         ...
+
+    def run_head(self, hidden: torch.Tensor, rows: np.ndarray, num_best: int) -> HeadOutput:
+        """The head for some rows of what `run` returned last.
+
+        Args:
+            rows: int32, rows of ``hidden``; at most ``num_best + MAX_LOGIT_ROWS``.
+            num_best: that many rows, the first ones, need no logits.
+        """
+        ...
+
+
+def run_head_eagerly(model: ForwardModel, ops: Ops, hidden: torch.Tensor, rows: np.ndarray) -> HeadOutput:
+    """All logits of the rows, then the best of each."""
+    logits = model.compute_logits(ops.gather_rows(hidden, torch.from_numpy(rows)))
+    return HeadOutput.of_logits(logits.float().cpu().numpy())
 
 
 @dataclass(slots=True)
@@ -138,13 +169,17 @@ class EagerRunner:
     """Captures nothing and calls the model."""
 
     model: ForwardModel
+    ops: Ops
     captured: CapturedGraphs = field(default_factory=CapturedGraphs)
 
     def capture(self, ids: torch.Tensor, ctx: ForwardContext) -> None:
         pass
 
     def run(
-        self, choice: Dispatch, ids: torch.Tensor, ctx: ForwardContext, intermediate: IntermediateTensors | None
+        self, choice: Dispatch, inputs: ForwardInputs, intermediate: IntermediateTensors | None
     ) -> torch.Tensor | IntermediateTensors:
         assert choice.mode is GraphMode.EAGER
-        return self.model.forward(ids, ctx, intermediate)
+        return self.model.forward(*inputs.make(), intermediate)
+
+    def run_head(self, hidden: torch.Tensor, rows: np.ndarray, num_best: int) -> HeadOutput:
+        return run_head_eagerly(self.model, self.ops, hidden, rows)

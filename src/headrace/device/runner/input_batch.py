@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from headrace.device.ops.interface import StepInputs, StepMemory, TableMemory
+from headrace.device.runner.block_tables import BlockTables
 from headrace.device.runner.request_states import RequestStates
 from headrace.device.sampling.rows import NO_LOGPROBS
 from headrace.messages.scheduler_output import SchedulerOutput
@@ -41,9 +43,22 @@ class InputBuffers:
         self.positions = Buffer((max_tokens,), torch.int32)
         self.query_start_loc = Buffer((max_reqs + 1,), torch.int32)
         self.seq_lens = Buffer((max_reqs,), torch.int32)
-        self.logits_rows = Buffer((max_reqs,), torch.int32)
         self.block_tables = [Buffer((max_reqs, width), torch.int32) for width in max_blocks]
         self.slot_mappings = [Buffer((max_tokens,), torch.int64) for _ in max_blocks]
+
+    def memory(self, token_ids: np.ndarray, tables: BlockTables) -> StepMemory:
+        """What a step is read from and where it goes."""
+        parts = zip(
+            tables.tables, tables.num_blocks, tables.block_sizes, self.block_tables, self.slot_mappings, strict=True
+        )
+        return StepMemory(
+            token_ids,
+            self.ids.np,
+            self.positions.np,
+            self.query_start_loc.np,
+            self.seq_lens.np,
+            tuple(TableMemory(table, count, size, step.np, slots.np) for table, count, size, step, slots in parts),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,13 +76,13 @@ class PromptRows:
 
 @dataclass(frozen=True, slots=True)
 class InputBatch:
-    """One step in batch order; arrays are the step's own unless they are views of `InputBuffers`.
+    """One step in batch order; arrays are the step's own.
 
     Attributes:
         request_ids: by place.
         rows: ``req_idx`` by place (the ``idx_mapping``).
         seq_lens: tokens computed after this step, by place.
-        token_rows, token_positions: ``req_idx`` and absolute position of each token.
+        last_tokens: int32, the token row of each place's last token.
         sampled_places: places whose last known token is computed in this step, ascending.
         prompt_rows: prompt log-probabilities to compute.
         uniform_query_len: the query length of every place, or 0 when they differ.
@@ -76,8 +91,7 @@ class InputBatch:
     request_ids: list[str]
     rows: np.ndarray
     seq_lens: np.ndarray
-    token_rows: np.ndarray
-    token_positions: np.ndarray
+    last_tokens: np.ndarray
     sampled_places: np.ndarray
     prompt_rows: list[PromptRows]
     num_tokens: int
@@ -90,50 +104,32 @@ class InputBatch:
         return len(self.request_ids)
 
 
-def prepare_inputs(step: SchedulerOutput, states: RequestStates, buffers: InputBuffers) -> InputBatch:
-    """Fill the buffers for a step whose rows are up to date."""
+def prepare_inputs(step: SchedulerOutput, states: RequestStates, inputs: StepInputs) -> InputBatch:
+    """Fill the buffers for a step whose rows and tables are up to date."""
     computed_of = dict(zip(step.cached.request_ids, step.cached.num_computed_tokens, strict=True))
-    computed_of.update((request.request_id, request.num_computed_tokens) for request in step.new)
-    scheduled = np.fromiter(step.num_scheduled_tokens.values(), dtype=np.int64, count=len(step.num_scheduled_tokens))
-    order = np.argsort(scheduled, kind="stable")
-    names = list(step.num_scheduled_tokens)
-    request_ids = [names[i] for i in order.tolist()]
-    query_lens = scheduled[order]
+    for request in step.new:
+        computed_of[request.request_id] = request.num_computed_tokens
+    request_ids, counts = list(step.num_scheduled_tokens), list(step.num_scheduled_tokens.values())
+    shortest, longest = min(counts), max(counts)
+    if shortest != longest:
+        order = sorted(range(len(counts)), key=counts.__getitem__)
+        request_ids, counts = [request_ids[i] for i in order], [counts[i] for i in order]
     rows = np.array([states.row(r) for r in request_ids], dtype=np.int64)
     computed = np.array([computed_of[r] for r in request_ids], dtype=np.int64)
+    query_lens = np.array(counts, dtype=np.int64)
+    num_tokens = inputs.fill(rows, computed, query_lens)
     seq_lens = computed + query_lens
-    num_tokens = int(query_lens.sum())
-    if num_tokens > buffers.max_tokens:
-        raise RuntimeError(f"a step of {num_tokens} tokens exceeds the {buffers.max_tokens} that inputs hold")
-    num_reqs = len(request_ids)
-
-    starts = np.zeros(num_reqs + 1, dtype=np.int64)
-    np.cumsum(query_lens, out=starts[1:])
-    token_rows = np.repeat(rows, query_lens)
-    token_positions = np.arange(num_tokens) + np.repeat(computed - starts[:-1], query_lens)
-    buffers.ids.np[:num_tokens] = states.token_ids[token_rows, token_positions]
-    buffers.ids.np[num_tokens:] = 0
-    buffers.positions.np[:num_tokens] = token_positions
-    buffers.positions.np[num_tokens:] = 0
-    buffers.query_start_loc.np[: num_reqs + 1] = starts
-    buffers.query_start_loc.np[num_reqs + 1 :] = num_tokens
-    buffers.seq_lens.np[:num_reqs] = seq_lens
-    buffers.seq_lens.np[num_reqs:] = 0
-
-    sampled = np.flatnonzero(seq_lens >= states.num_given[rows])
-    buffers.logits_rows.np[: len(sampled)] = starts[sampled + 1] - 1
-    longest = int(query_lens[-1]) if num_reqs else 0
+    ends = query_lens.cumsum()
     return InputBatch(
         request_ids=request_ids,
         rows=rows,
         seq_lens=seq_lens,
-        token_rows=token_rows,
-        token_positions=token_positions,
-        sampled_places=sampled,
-        prompt_rows=_find_prompt_rows(states, rows, computed, seq_lens, starts),
+        last_tokens=(ends - 1).astype(np.int32),
+        sampled_places=np.flatnonzero(seq_lens >= states.num_given[rows]),
+        prompt_rows=_find_prompt_rows(states, rows, computed, seq_lens, ends - query_lens),
         num_tokens=num_tokens,
         max_query_len=longest,
-        uniform_query_len=longest if num_reqs and query_lens[0] == longest else 0,
+        uniform_query_len=longest if shortest == longest else 0,
     )
 
 
@@ -142,6 +138,8 @@ def _find_prompt_rows(
 ) -> list[PromptRows]:
     """The token at position p predicts p + 1, so a chunk serves the positions behind it, up to the prompt's end."""
     wanted = states.sampling.num_prompt_logprobs[rows] != NO_LOGPROBS
+    if not wanted.any():
+        return []
     ends = np.minimum(seq_lens, states.num_prompt[rows] - 1)
     places = np.flatnonzero(wanted & (ends > computed)).tolist()
     return [

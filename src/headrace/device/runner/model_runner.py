@@ -26,7 +26,16 @@ from headrace.device.ops.interface import Ops
 from headrace.device.runner.attn_inputs import prepare_attn, whole_buffers
 from headrace.device.runner.block_tables import BlockTables
 from headrace.device.runner.faults import FaultHook
-from headrace.device.runner.graphs import BatchDescriptor, CapturedGraphs, Dispatch, ForwardModel, GraphRunner, dispatch
+from headrace.device.runner.graphs import (
+    MAX_LOGIT_ROWS,
+    BatchDescriptor,
+    CapturedGraphs,
+    Dispatch,
+    ForwardInputs,
+    ForwardModel,
+    GraphRunner,
+    dispatch,
+)
 from headrace.device.runner.hooks import RunnerHooks
 from headrace.device.runner.input_batch import InputBatch, InputBuffers, prepare_inputs
 from headrace.device.runner.kv_memory import KVMemory
@@ -50,11 +59,10 @@ class RunnerLimits:
 
 @dataclass(frozen=True, slots=True)
 class ExecuteModelState:
-    """A forward that waits for its sampling. ``logits_rows`` are the step's own copy."""
+    """A forward that waits for its sampling."""
 
     batch: InputBatch
     hidden: torch.Tensor
-    logits_rows: torch.Tensor
     choice: Dispatch
     connector: ConnectorOutput | None
     prepare_s: float
@@ -100,6 +108,7 @@ class ModelRunner:
         self.buffers = InputBuffers(
             limits.max_num_batched_tokens, limits.max_num_seqs, [table.shape[1] for table in self.tables.tables]
         )
+        self._inputs = ops.make_step_inputs(self.buffers.memory(self.states.token_ids, self.tables))
         self._sampler = Sampler(self.states.sampling, self.states.token_ids, self.states.num_prompt, ops.draw_token)
         self._state: ExecuteModelState | None = None
 
@@ -129,20 +138,21 @@ class ModelRunner:
             self._hooks.connector.before_forward(step.connector)
             connector = self._hooks.connector.after_forward()
             return ModelRunnerOutput(request_ids=[], sampled_token_ids=[], connector=connector)
-        batch = prepare_inputs(step, self.states, self.buffers)
+        batch = prepare_inputs(step, self.states, self._inputs)
         choice = self._dispatch(batch)
-        ctx = self._make_context(choice.num_tokens, prepare_attn(batch, self.tables, self.buffers, choice.num_tokens))
+        if choice.num_tokens > batch.num_tokens:
+            self._inputs.pad(batch.num_reqs, batch.num_tokens, choice.num_tokens)
         prepared = self._clock.monotonic()
         self._faults.raise_if_due("forward", batch.request_ids, batch.seq_lens)
         self._hooks.connector.before_forward(step.connector)
-        hidden = self._graphs.run(choice, self.buffers.ids.torch[: choice.num_tokens], ctx, intermediate)
+        inputs = ForwardInputs(choice.num_tokens, batch.num_reqs, lambda: self._make_tensors(batch, choice.num_tokens))
+        hidden = self._graphs.run(choice, inputs, intermediate)
         connector = self._hooks.connector.after_forward()
         if isinstance(hidden, IntermediateTensors):
             return hidden
         self._state = ExecuteModelState(
             batch=batch,
             hidden=hidden,
-            logits_rows=self.buffers.logits_rows.torch[: len(batch.sampled_places)].clone(),
             choice=choice,
             connector=connector,
             prepare_s=prepared - start,
@@ -163,11 +173,12 @@ class ModelRunner:
         batch = state.batch
         self._faults.raise_if_due("sample", batch.request_ids, batch.seq_lens)
         hidden = self._hooks.pipeline.receive(state.hidden)
-        places = batch.sampled_places
+        masked = set(grammar.request_ids) if grammar is not None else set()
+        places, num_best = self._order_places(batch, masked)
         rows, positions = batch.rows[places], batch.seq_lens[places]
         names = [batch.request_ids[place] for place in places.tolist()]
         meta = SamplingMetadata(rows, positions, _masks_by_place(names, grammar))
-        sampled = self._sample_rows(hidden, state.logits_rows, meta, names)
+        sampled = self._sample_rows(hidden, batch.last_tokens[places], num_best, meta, names)
         prompt_logprobs, errors = compute_prompt_logprobs(batch, hidden, self.states, self._model, self._ops)
         errors |= {names[i]: message for i, message in sampled.errors.items()}
         fine = sampled.token_ids != NO_TOKEN
@@ -218,6 +229,11 @@ class ModelRunner:
         descriptor = BatchDescriptor(batch.num_tokens, batch.num_reqs, batch.uniform_query_len, has_lora)
         return dispatch(self._hooks.batch_sync.sync_batch(descriptor), self._graphs.captured)
 
+    def _make_tensors(self, batch: InputBatch, num_tokens: int) -> tuple[torch.Tensor, ForwardContext]:
+        """Token ids and context of a step for the model itself."""
+        groups = prepare_attn(batch, self.buffers, num_tokens)
+        return self.buffers.ids.torch[:num_tokens], self._make_context(num_tokens, groups)
+
     def _make_context(self, num_tokens: int, groups: list[AttentionMetadata]) -> ForwardContext:
         return ForwardContext(
             positions=self.buffers.positions.torch[:num_tokens],
@@ -227,15 +243,31 @@ class ModelRunner:
             progress=self._progress,
         )
 
+    def _order_places(self, batch: InputBatch, masked: set[str]) -> tuple[np.ndarray, int]:
+        """The sampled places, first those that need only their best token, and how many these are."""
+        places = batch.sampled_places
+        best = self._sampler.takes_best(batch.rows[places])
+        if masked:
+            best &= [batch.request_ids[place] not in masked for place in places.tolist()]
+        num_best = int(np.count_nonzero(best))
+        return (places if num_best in (0, len(places)) else places[np.argsort(~best, kind="stable")]), num_best
+
     def _sample_rows(
-        self, hidden: torch.Tensor, logits_rows: torch.Tensor, meta: SamplingMetadata, names: list[str]
+        self, hidden: torch.Tensor, token_rows: np.ndarray, num_best: int, meta: SamplingMetadata, names: list[str]
     ) -> SamplerOutput:
-        if not names:
-            return SamplerOutput(np.empty(0, dtype=np.int64))
-        logits = self._model.compute_logits(self._ops.gather_rows(hidden, logits_rows)).float().cpu().numpy()
-        for place in self._faults.take_due("logits", names, meta.positions):
-            logits[place] = np.nan
-        return self._sampler.sample(logits, meta)
+        """Sample rows of ``hidden``, as many at once as logits may be held."""
+        whole = SamplerOutput(np.empty(len(names), dtype=np.int64))
+        struck = self._faults.take_due("logits", names, meta.positions)
+        first = 0
+        while first < len(names):
+            end = max(first, num_best) + MAX_LOGIT_ROWS
+            head = self._graphs.run_head(hidden, token_rows[first:end], max(0, num_best - first))
+            for place in struck:
+                if first <= place < end:
+                    head.peaks[place - first] = np.nan
+            whole.insert(first, self._sampler.sample(head, meta.slice(first, end)))
+            first = end
+        return whole
 
 
 def _masks_by_place(names: list[str], grammar: GrammarOutput | None) -> dict[int, np.ndarray]:

@@ -5,8 +5,8 @@ words, temperature, min_p, top-k, top-p, Gumbel-max; temperature 0 takes the arg
 Log-probabilities are of the raw row, before the mask. Ties break to the lower id.
 
 Every row is worked on alone, in a scratch row at a fixed address, so its result does not depend on its batch mates;
-rows that ask for nothing cost one arg max. A row that fails (non-finite logits, nothing left to choose from, any
-exception) gets an error and no token; the others go on.
+rows that ask for nothing take the best token of the head and need no logits. A row that fails (non-finite logits,
+nothing left to choose from, any exception) gets an error and no token; the others go on.
 """
 
 from __future__ import annotations
@@ -35,6 +35,27 @@ class RowError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
+class HeadOutput:
+    """What the head tells of some rows; valid until the next forward.
+
+    Attributes:
+        best: int array, the id of each row's greatest logit, the lowest of equals.
+        peaks: float32, its value; not finite when one of the row's logits is NaN or infinite.
+        logits: float32 ``[R, V]`` of the last rows; those before them asked for nothing but their best.
+    """
+
+    best: np.ndarray
+    peaks: np.ndarray
+    logits: np.ndarray
+
+    @classmethod
+    def of_logits(cls, logits: np.ndarray) -> HeadOutput:
+        """All rows in full. An arg max lands on NaN or infinity if there is one."""
+        best = logits.argmax(axis=1)
+        return cls(best, logits[np.arange(len(logits)), best], logits)
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingMetadata:
     """The rows of a step that are sampled, in the order of their logits.
 
@@ -48,6 +69,11 @@ class SamplingMetadata:
     positions: np.ndarray
     bitmasks: dict[int, np.ndarray] = field(default_factory=dict)
 
+    def slice(self, first: int, end: int) -> SamplingMetadata:
+        """Some of the places."""
+        masks = {place - first: words for place, words in self.bitmasks.items() if first <= place < end}
+        return SamplingMetadata(self.req_idx[first:end], self.positions[first:end], masks)
+
 
 @dataclass(slots=True)
 class SamplerOutput:
@@ -56,6 +82,12 @@ class SamplerOutput:
     token_ids: np.ndarray
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
     errors: dict[int, str] = field(default_factory=dict)
+
+    def insert(self, first: int, part: SamplerOutput) -> None:
+        """Take over the places from ``first`` on."""
+        self.token_ids[first : first + len(part.token_ids)] = part.token_ids
+        self.logprobs.update((first + place, entry) for place, entry in part.logprobs.items())
+        self.errors.update((first + place, error) for place, error in part.errors.items())
 
 
 class Sampler:
@@ -77,19 +109,26 @@ class Sampler:
         self._num_prompt = num_prompt
         self._scratch = np.empty(rows.vocab_size, dtype=np.float32)
 
-    def sample(self, logits: np.ndarray, meta: SamplingMetadata) -> SamplerOutput:
-        """Sample every row of ``logits`` (float32 ``[R', V]``, not changed)."""
-        output = SamplerOutput(np.full(len(logits), NO_TOKEN, dtype=np.int64))
-        plain = self._rows.plain[meta.req_idx]
-        wanted = self._rows.num_logprobs[meta.req_idx]
-        if len(logits) and not meta.bitmasks and plain.all() and (wanted == NO_LOGPROBS).all():
-            self._take_best(logits, output)
-            return output
-        for place in range(len(logits)):
+    def takes_best(self, req_idx: np.ndarray) -> np.ndarray:
+        """Which rows need nothing but their best token, as long as no grammar masks them."""
+        return self._rows.plain[req_idx] & (self._rows.num_logprobs[req_idx] == NO_LOGPROBS)
+
+    def sample(self, head: HeadOutput, meta: SamplingMetadata) -> SamplerOutput:
+        """Sample every row of ``head`` (not changed); rows without logits take their best."""
+        finite = np.isfinite(head.peaks)
+        output = SamplerOutput(np.where(finite, head.best, NO_TOKEN))
+        for place in np.flatnonzero(~finite).tolist():
+            output.errors[place] = NON_FINITE
+        first = len(head.best) - len(head.logits)
+        for place, row in enumerate(head.logits, first):
+            if not finite[place]:
+                continue
+            output.token_ids[place] = NO_TOKEN
             try:
-                token = self._choose(logits[place], place, meta)
-                if wanted[place] != NO_LOGPROBS:
-                    output.logprobs[place] = make_token_logprobs(logits[place], token, int(wanted[place]))
+                token = self._choose(row, int(head.best[place]), place, meta)
+                wanted = int(self._rows.num_logprobs[meta.req_idx[place]])
+                if wanted != NO_LOGPROBS:
+                    output.logprobs[place] = make_token_logprobs(row, token, wanted)
                 output.token_ids[place] = token
             except RowError as error:
                 output.errors[place] = str(error)
@@ -98,18 +137,7 @@ class Sampler:
                 output.errors[place] = f"sampling failed: {type(error).__name__}: {error}"
         return output
 
-    def _take_best(self, logits: np.ndarray, output: SamplerOutput) -> None:
-        """All rows are plain. An arg max lands on NaN or infinity if there is one."""
-        best = logits.argmax(axis=1)
-        finite = np.isfinite(logits[np.arange(len(logits)), best])
-        output.token_ids[:] = np.where(finite, best, NO_TOKEN)
-        for place in np.flatnonzero(~finite).tolist():
-            output.errors[place] = NON_FINITE
-
-    def _choose(self, row: np.ndarray, place: int, meta: SamplingMetadata) -> int:
-        best = int(row.argmax())
-        if not np.isfinite(row[best]):
-            raise RowError(NON_FINITE)
+    def _choose(self, row: np.ndarray, best: int, place: int, meta: SamplingMetadata) -> int:
         index, position = int(meta.req_idx[place]), int(meta.positions[place])
         if self._rows.plain[index] and place not in meta.bitmasks:
             return best

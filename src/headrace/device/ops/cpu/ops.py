@@ -18,8 +18,17 @@ from headrace.device.attention.metadata import AttentionMetadata, LayerCache
 from headrace.device.ops.cpu import _native
 from headrace.device.ops.cpu.arena import Arena
 from headrace.device.ops.cpu.recorder import Recorder
-from headrace.device.ops.interface import Activation, AttentionShape, PackedStore, Weight, WeightRole
+from headrace.device.ops.interface import (
+    Activation,
+    AttentionShape,
+    PackedStore,
+    StepInputs,
+    StepMemory,
+    Weight,
+    WeightRole,
+)
 from headrace.device.quantization.raw_tensor import RawTensor
+from headrace.device.runner.graphs import MAX_LOGIT_ROWS
 from headrace.device.sampling.draw import draw_token
 
 Activations = Literal["exact", "int8"]
@@ -164,6 +173,10 @@ class NativeOps:
         return out
 
     def logits(self, x: torch.Tensor, head: Weight, softcap: float = 0.0) -> torch.Tensor:
+        if self._recorder is not None:
+            to = self._recorder.make_head(head.out_features, MAX_LOGIT_ROWS)
+            self._recorder.append(_native.head(x, head, softcap, self._exact, to.best, to.peaks, to.memory))
+            return to.logits
         return self._linear(x, head, None, softcap)
 
     def moe(
@@ -191,6 +204,11 @@ class NativeOps:
         if ids is not None:
             return draw_token(x, ids, seed, position)
         return _native.draw_token(self.team, x, seed % (1 << 64), position)
+
+    def make_step_inputs(self, memory: StepMemory) -> StepInputs:
+        groups = [(g.table, g.num_blocks, g.block_size, g.step_table, g.slots) for g in memory.groups]
+        inputs = (memory.token_ids, memory.ids, memory.positions, memory.query_start_loc, memory.seq_lens)
+        return _native.StepInputs(*inputs, groups)
 
     def _linear(self, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None, softcap: float) -> torch.Tensor:
         out = self._take(len(x), weight.out_features, x)

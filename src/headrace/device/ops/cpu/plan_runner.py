@@ -9,14 +9,27 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from headrace.base.logging import get_logger
 from headrace.device.attention.metadata import ForwardContext
 from headrace.device.distributed.groups import IntermediateTensors
 from headrace.device.ops.cpu.ops import NativeOps
-from headrace.device.ops.cpu.recorder import Recorder
-from headrace.device.runner.graphs import CapturedGraph, CapturedGraphs, Dispatch, ForwardModel, GraphMode
+from headrace.device.ops.cpu.recorder import HeadBuffers, Recorder
+from headrace.device.runner.graphs import (
+    CapturedGraph,
+    CapturedGraphs,
+    Dispatch,
+    ForwardInputs,
+    ForwardModel,
+    GraphMode,
+    run_head_eagerly,
+)
+from headrace.device.sampling.sampler import HeadOutput
+
+logger = get_logger(__name__)
 
 
 class CaptureRefusedError(Exception):
@@ -42,6 +55,34 @@ def _is_view(func: Any) -> bool:
     return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
 
 
+class _HeadPlan:
+    """The head as a plan of its own: gathers rows of the captured hidden states and reduces their logits."""
+
+    def __init__(self, recorder: Recorder, index: torch.Tensor, head: HeadBuffers) -> None:
+        self.recorder = recorder
+        self.index = index.numpy()
+        self.best, self.peaks, self.logits = head.best, head.peaks, head.logits.numpy()
+
+
+def _capture_head(model: ForwardModel, ops: NativeOps, hidden: torch.Tensor, max_reqs: int) -> _HeadPlan | None:
+    """The plan of the head, or nothing when a model does more to its logits than the head op does."""
+    recorder = Recorder(len(hidden), max_reqs, max_reqs)
+    index = torch.zeros(max_reqs, dtype=torch.int32)
+    ops.set_recorder(recorder)
+    try:
+        with _Guard():
+            logits = model.compute_logits(ops.gather_rows(hidden, index))
+    except CaptureRefusedError as error:
+        logger.info("the head is called op by op (%s)", error)
+        return None
+    finally:
+        ops.set_recorder(None)
+    assert recorder.head is not None
+    assert logits is recorder.head.logits, "logits are what the head op makes"
+    recorder.plan.finish(ops.team, [])
+    return _HeadPlan(recorder, index, recorder.head)
+
+
 class PlanRunner:
     """Replays the captured plan; see `GraphRunner`.
 
@@ -54,7 +95,7 @@ class PlanRunner:
         self._ops = ops
         self._recorder: Recorder | None = None
         self._hidden: torch.Tensor | None = None
-        self._buffers: tuple[int, ...] = ()
+        self._head: _HeadPlan | None = None
         self._context: ForwardContext | None = None
         self.captured = CapturedGraphs()
 
@@ -82,24 +123,26 @@ class PlanRunner:
         self._ops.team.set_progress(ctx.progress.address)
         # The plan reads the buffers of the context by address: they live as long as it does.
         self._recorder, self._hidden, self._context = recorder, hidden, ctx
-        self._buffers = _addresses(ids, ctx)
+        self._head = _capture_head(self._model, self._ops, hidden, max_reqs)
         self.captured = CapturedGraphs((CapturedGraph(GraphMode.FULL, max_tokens, max_reqs),))
 
     def run(
-        self, choice: Dispatch, ids: torch.Tensor, ctx: ForwardContext, intermediate: IntermediateTensors | None
+        self, choice: Dispatch, inputs: ForwardInputs, intermediate: IntermediateTensors | None
     ) -> torch.Tensor | IntermediateTensors:
         """The model's forward; see `GraphRunner.run`."""
         if choice.mode is not GraphMode.FULL:
-            return self._model.forward(ids, ctx, intermediate)
+            return self._model.forward(*inputs.make(), intermediate)
         assert self._recorder is not None
         assert self._hidden is not None
-        assert self._buffers == _addresses(ids, ctx), "a step's inputs moved"
-        self._recorder.plan.replay(self._ops.team, len(ids), ctx.groups[0].num_reqs)
-        return self._hidden[: len(ids)]
+        self._recorder.plan.replay(self._ops.team, inputs.num_tokens, inputs.num_reqs)
+        return self._hidden[: inputs.num_tokens]
 
-
-def _addresses(ids: torch.Tensor, ctx: ForwardContext) -> tuple[int, ...]:
-    tensors = [ids, ctx.positions]
-    for group in ctx.groups:
-        tensors += [group.query_start_loc, group.seq_lens, group.block_table, group.slot_mapping]
-    return tuple(tensor.data_ptr() for tensor in tensors)
+    def run_head(self, hidden: torch.Tensor, rows: np.ndarray, num_best: int) -> HeadOutput:
+        """The head of some rows; see `GraphRunner.run_head`."""
+        head = self._head
+        if head is None or self._hidden is None or hidden.data_ptr() != self._hidden.data_ptr():
+            return run_head_eagerly(self._model, self._ops, hidden, rows)
+        count = len(rows)
+        head.index[:count] = rows
+        head.recorder.plan.replay(self._ops.team, len(hidden), 0, count, num_best)
+        return HeadOutput(head.best[:count], head.peaks[:count], head.logits[: count - num_best])

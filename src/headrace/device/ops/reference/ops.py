@@ -15,8 +15,17 @@ import torch
 from torch.nn import functional
 
 from headrace.device.attention.metadata import AttentionMetadata, LayerCache
-from headrace.device.ops.interface import Activation, AttentionShape, PackedStore, Weight, WeightRole
+from headrace.device.ops.interface import (
+    Activation,
+    AttentionShape,
+    PackedStore,
+    StepInputs,
+    StepMemory,
+    Weight,
+    WeightRole,
+)
 from headrace.device.ops.reference.attention import paged_attention, store_kv
+from headrace.device.ops.reference.step_inputs import NumpyStepInputs
 from headrace.device.quantization.raw_tensor import RawTensor
 from headrace.device.sampling.draw import draw_token
 
@@ -179,3 +188,6 @@ class ReferenceOps:
 
     def draw_token(self, x: np.ndarray, ids: np.ndarray | None, seed: int, position: int) -> int:
         return draw_token(x, ids, seed, position)
+
+    def make_step_inputs(self, memory: StepMemory) -> StepInputs:
+        return NumpyStepInputs(memory)
