@@ -1,4 +1,4 @@
-"""TLS flags on a real socket: encrypted with the operator's certificate, and closed to clients without one if so asked."""
+"""TLS flags on a real socket: the operator's certificate, and client certificates where they are asked for."""
 
 from __future__ import annotations
 

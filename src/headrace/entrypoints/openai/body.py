@@ -23,6 +23,7 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 _PATH = re.compile(r" - at `(?:key in )?\$\.?(?P<path>[^`]*)`$")
 _UNKNOWN = re.compile(r"Object contains unknown field `(?P<name>[^`]*)`")
+_GUIDED = re.compile(r"guided_\w+$")
 _MISSING = re.compile(r"Object missing required field `(?P<name>[^`]*)`")
 
 
@@ -97,7 +98,8 @@ def _explain(text: str) -> InvalidRequestError:
         text = text[: match.start()]
     if unknown := _UNKNOWN.search(text):
         name = _join(path, unknown["name"])
-        return InvalidRequestError(f"unknown field '{name[:64]}'", param=name, code="unknown_parameter")
+        hint = "; use structured_outputs" if _GUIDED.match(name) else ""
+        return InvalidRequestError(f"unknown field '{name[:64]}'{hint}", param=name, code="unknown_parameter")
     if missing := _MISSING.search(text):
         name = _join(path, missing["name"])
         return InvalidRequestError(f"{name} is missing", param=name, code="missing_parameter")
