@@ -61,7 +61,7 @@ async def exchange(url: str, pieces: Sequence[bytes], *, leaves: bool = False, c
     stream, writer = await asyncio.open_connection(host, int(port))
     reader = _Reader()
     try:
-        with suppress(ConnectionError):
+        with suppress(OSError):
             for piece in pieces:
                 writer.write(piece)
                 await writer.drain()

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -20,7 +21,7 @@ from tests.http.raw_client import RawReply, exchange
 from tests.simulated_service import SimulatedService, start_simulated
 
 AT_ONCE = 10
-TIMEOUT_S = 20.0
+TIMEOUT_S = 60.0
 SHORT, LONG = 2_000, 20_000
 MAX_REFUSAL_BYTES = 2_000
 
@@ -32,9 +33,14 @@ class Field:
         self._runner = asyncio.Runner()
         self.num_requests = 0
         self.service: SimulatedService = self._runner.run(start_simulated())
+        # The loop stands still between two examples, so that an idle connection may be closed just as it is used again.
+        self._runner.run(self.service.http.aclose())
+        limits = httpx.Limits(max_keepalive_connections=0)
+        self.service.http = httpx.AsyncClient(base_url=self.service.url, limits=limits, timeout=60.0, trust_env=False)
         self._canary = self._runner.run(self.service.canary())
 
     def close(self) -> None:
+        self._runner.run(self.service.http.aclose())
         self._runner.run(self.service.end())
         self._runner.close()
 
