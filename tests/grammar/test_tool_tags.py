@@ -139,6 +139,28 @@ def test_a_tag_begins_after_the_reasoning(form: str) -> None:
     assert not takes(behind, f"so</think>{TEXTS[form][2][0]}")
 
 
+@pytest.mark.parametrize("form", sorted(TEXTS.keys() - {"llama3_json"}))
+def test_calls_or_json_and_nothing_else(form: str) -> None:
+    tag = json.loads(constraint(form).structural_tag or "")
+    schema = {"type": "object", "properties": {"b": {"type": "boolean"}}, "required": ["b"]}
+    asked = StructuredOutputParams(structural_tag=json.dumps({**tag, "otherwise": schema}))
+    calls = [text for text in TEXTS[form][1] if text.startswith(("[TOOL_CALLS]", "[add", "[free"))]
+    if not calls:
+        one = f'<tool_call>\n{{"name": "add", "arguments": {GOOD_ARGUMENTS}}}\n</tool_call>'
+        calls = [one, f"{one}\n{one}", one + one]
+    assert [text for text in [*calls, '{"b": true}'] if not takes(asked, text)] == []
+    assert [text for text in ("", "prose", '{"b": 1}', "{}", *TEXTS[form][2]) if takes(asked, text)] == []
+    # No way to go on for ever between strings.
+    matcher = compile_grammar(asked, TOKENIZER).make_matcher()
+    (blank,) = BYTES.encode(" ").ids
+    assert matcher.accept(BYTES.encode('{"b":').ids) is None
+    blanks = 0
+    while blank in allowed(matcher):
+        assert matcher.accept([blank]) is None
+        blanks += 1
+        assert blanks < 60
+
+
 def test_marks_that_are_tokens_are_followed_as_tokens() -> None:
     marks = {"<|python_tag|>": 7, "[TOOL_CALLS]": 8, "[ARGS]": 9, "<tool_call>": 10, "</tool_call>": 11}
     for form, numbers in (("llama3_json", [7]), ("mistral", [8, 9]), ("hermes", [10, 11])):

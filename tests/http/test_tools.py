@@ -191,6 +191,29 @@ async def test_every_format_under_every_choice_streamed_and_not(start_service: S
     assert constraint is not None and constraint.structural_tag is not None
 
 
+@pytest.mark.parametrize("form", sorted(SPELT.keys() - {"llama3_json"}))
+async def test_calls_or_json(start_service: StartService, form: str) -> None:
+    service = await start_service(settings={"tool_call_parser": form})
+    schema = {"type": "object", "properties": {"b": {"type": "null"}}, "required": ["b"], "additionalProperties": False}
+    asked = {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}}
+    service.say('{"b": null}')
+    got = await both(service, tools=TOOLS, **asked)
+    assert (got["calls"], got["content"], got["finish"]) == ([], '{"b": null}', "stop")
+    constraint = service.core.added[-1].sampling.structured_outputs
+    assert constraint is not None and json.loads(constraint.structural_tag or "")["otherwise"] == schema
+    service.say(SPELT[form].removeprefix("Sure.").lstrip())
+    got = await both(service, tools=TOOLS, response_format={"type": "json_object"})
+    assert (got["calls"], got["content"], got["finish"]) == (CALLS, "", "tool_calls")
+    service.say(FORCED)
+    assert (await both(service, tools=TOOLS, tool_choice="required", **asked))["calls"] == CALLS
+
+
+async def test_calls_that_look_like_json_cannot_be_told_from_it(start_service: StartService) -> None:
+    service = await start_service(settings={"tool_call_parser": "llama3_json"})
+    body = {**BODIES[CHAT], "tools": TOOLS, "response_format": {"type": "json_object"}}
+    assert (await refused(service, CHAT, body))["param"] == "response_format"
+
+
 @pytest.mark.parametrize("length", [0, 5, 12, 20, 30, 40])
 @pytest.mark.parametrize("choice", ["required", NAMED, "auto"])
 async def test_a_call_that_is_cut_ends_in_good_order(service: Service, choice: Any, length: int) -> None:
@@ -219,7 +242,8 @@ async def test_a_call_that_is_cut_ends_in_good_order(service: Service, choice: A
         ({"tools": [tool("add", type="object", properties={"a": {"$ref": "#/x"}})]}, "tools[0].function.parameters"),
         ({"tools": [tool(f"t{i}") for i in range(200)]}, "tools"),
         ({"tools": "add"}, "tools"),
-        ({"tools": TOOLS, "response_format": {"type": "json_object"}}, "response_format"),
+        ({"tools": TOOLS, "structured_outputs": {"regex": "a"}}, "structured_outputs.regex"),
+        ({"tools": TOOLS, "response_format": {"type": "nope"}}, "response_format.type"),
         ({"tools": TOOLS, "parallel_tool_calls": "yes"}, "parallel_tool_calls"),
     ],
 )

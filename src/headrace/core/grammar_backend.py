@@ -24,7 +24,7 @@ from headrace.base.clock import Clock
 from headrace.base.errors import HeadraceError
 from headrace.base.logging import get_logger
 from headrace.core.daemon_pool import DaemonPool, PoolFullError
-from headrace.core.grammar_source import make_source
+from headrace.core.grammar_source import is_json_throughout, make_source
 from headrace.messages.sampling_params import StructuredOutputParams
 
 if TYPE_CHECKING:
@@ -240,7 +240,7 @@ def compile_grammar(params: StructuredOutputParams, tokenizer: GrammarTokenizer)
         if probe.get_error().startswith("NoExtension"):
             raise GrammarError("no text can satisfy it")
         raise GrammarError(explain(probe.get_error()))
-    bounds_runs = params.json is not None or params.json_object
+    bounds_runs = is_json_throughout(params)
     if bounds_runs:
         # Here, on a thread, and not when the first run is met.
         tokenizer.find_runs()

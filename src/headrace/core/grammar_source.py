@@ -37,6 +37,14 @@ def make_source(params: StructuredOutputParams, mark_token_ids: Mapping[str, int
     return json.dumps({"grammars": [{"lark_grammar": _after(params.reasoning, mark_token_ids)}, *body]})
 
 
+def is_json_throughout(params: StructuredOutputParams) -> bool:
+    """Whether there is no free text outside the strings of JSON."""
+    if params.structural_tag is not None:
+        tag = json.loads(params.structural_tag)
+        return isinstance(tag, dict) and "otherwise" in tag
+    return params.json is not None or params.json_object
+
+
 def _make_body(params: StructuredOutputParams, marks: Mapping[str, int]) -> list[dict[str, Any]]:
     """The grammars of the constraint itself, the first of which is the start."""
     if params.json is not None:
@@ -97,7 +105,7 @@ def _after(span: ReasoningSpan, marks: Mapping[str, int]) -> str:
 
 
 def _make_tags(text: str, marks: Mapping[str, int]) -> str:
-    """The grammar of a structural tag: structures behind triggers, or an answer that consists of them."""
+    """The grammar of a structural tag: structures behind triggers, or an answer that consists of them, or of JSON."""
     try:
         tag = json.loads(text)
         structures = [_Structure.parse(one, marks) for one in tag["structures"]]
@@ -107,6 +115,8 @@ def _make_tags(text: str, marks: Mapping[str, int]) -> str:
         raise _refuse(shape) from None
     if not structures:
         raise _refuse("needs at least one structure")
+    if "otherwise" in tag:
+        return _make_alternative(structures, at_start or {}, tag["otherwise"], marks)
     if at_start is not None:
         return _make_list(structures, at_start, marks)
     if not isinstance(triggers, list) or not triggers or not all(isinstance(t, str) and t for t in triggers):
@@ -161,6 +171,22 @@ def _make_triggered(structures: Sequence[_Structure], triggers: Sequence[str], m
         rules.append(f"tag_{number}: head_{number} {body}")
     starts = " | ".join(f"tag_{number}" for number in range(len(structures)))
     return "\n".join([f"start: ({starts})* TEXT", f"TEXT: {_ANY_TEXT}", *rules])
+
+
+def _make_alternative(structures: Sequence[_Structure], form: Any, schema: Any, marks: Mapping[str, int]) -> str:
+    """Structures one after another and nothing else, or a JSON value that holds to a schema."""
+    try:
+        opening, separator, closing = (form.get(name, "") for name in ("opening", "separator", "closing"))
+        between = _spell(separator, marks) or "SPACE?"
+        rules = [f"tag_{n}: {_spell(one.begin, marks)} {one.rest}" for n, one in enumerate(structures)]
+    except (TypeError, AttributeError):
+        raise _refuse("at_start must be an object of texts") from None
+    if not isinstance(schema, (dict, bool)):
+        raise _refuse("otherwise must be a JSON schema")
+    any_tag = "(" + " | ".join(f"tag_{number}" for number in range(len(structures))) + ")"
+    calls = " ".join(filter(None, [_spell(opening, marks), any_tag, f"({between} {any_tag})*", _spell(closing, marks)]))
+    start = f"start: calls | answer\nanswer: %json {json.dumps(schema)}\ncalls: {calls}"
+    return "\n".join([start, *([] if separator else [f"SPACE: {_SPACE}"]), *rules])
 
 
 def _make_list(structures: Sequence[_Structure], form: Any, marks: Mapping[str, int]) -> str:

@@ -127,6 +127,8 @@ def _clean(asked: StructuredOutputParams, param: str, most: LimitsSection) -> St
         tag = _load(asked.structural_tag, param)
         for structure in tag.get("structures", ()) if isinstance(tag, dict) else ():
             _clean_parts(structure, param, most)
+        if isinstance(tag, dict) and "otherwise" in tag:
+            tag["otherwise"] = clean_schema(tag["otherwise"], param, most)
         return msgspec.structs.replace(asked, structural_tag=json.dumps(tag, ensure_ascii=False))
     return asked
 

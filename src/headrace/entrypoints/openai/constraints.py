@@ -36,13 +36,32 @@ def read_constraint(body: GenerationFields) -> Constraint | None:
 
 
 def read_chat_constraint(body: GenerationFields, plan: ToolPlan, make_tag: MakeTag) -> Constraint | None:
-    """The same for a chat, where required, named and strict tool calls are a constraint too."""
+    """The same for a chat, where required, named and strict tool calls are a constraint too.
+
+    Where the model decides, its answer is calls or what the body asks for; where there must be calls, there is no text
+    that could be something else.
+    """
     asked = read_constraint(body)
-    if asked is not None and plan.mode != "none":
-        message = f"{asked.param} cannot be combined with tools that may be called; use tool_choice none"
-        raise InvalidRequestError(message, param=asked.param)
+    if asked is not None and plan.mode == "auto":
+        return _calls_or(asked, make_tag(plan.tools))
     by_tools = plan.constraint(make_tag)
     return asked if by_tools is None else Constraint(by_tools, "tools")
+
+
+def _calls_or(asked: Constraint, tag: dict[str, Any]) -> Constraint:
+    """Calls, or JSON as asked for."""
+    params = asked.params
+    if params.json is None and not params.json_object:
+        message = f"{asked.param}: only JSON can be combined with tools that may be called; use tool_choice none"
+        raise InvalidRequestError(message, param=asked.param)
+    if any(structure["begin"].startswith("{") for structure in tag["structures"]):
+        message = f"{asked.param}: this model writes calls as plain JSON, so that JSON answers cannot be told apart"
+        raise InvalidRequestError(f"{message}; use tool_choice none or required", param=asked.param)
+    try:
+        tag["otherwise"] = {"type": "object"} if params.json is None else json.loads(params.json)
+    except (ValueError, RecursionError):
+        raise _refuse(asked.param, "must be valid JSON") from None
+    return Constraint(StructuredOutputParams(structural_tag=json.dumps(tag, ensure_ascii=False)), asked.param)
 
 
 def _refuse(param: str, reason: str) -> InvalidRequestError:
