@@ -41,11 +41,12 @@ class Run:
         self.times: dict[str, list[float]] = defaultdict(list)
         self.arrivals: dict[str, float] = {}
 
-    def add(self, request_id: str, num_prompt: int, max_tokens: int) -> None:
+    def add(self, request_id: str, num_prompt: int, max_tokens: int, arrival: float | None = None) -> None:
         first = len(self.arrivals)
         tokens = [(first * 37 + i) % 900 + 3 for i in range(num_prompt)]
-        self.arrivals[request_id] = self.clock.monotonic()
-        self.core.add_request(make_request(request_id, tokens, max_tokens=max_tokens))
+        self.arrivals[request_id] = self.clock.monotonic() if arrival is None else arrival
+        request = make_request(request_id, tokens, max_tokens=max_tokens, arrival_time=self.arrivals[request_id])
+        self.core.add_request(request)
 
     def until(self, *, time_s: float = float("inf"), ended: str | None = None) -> None:
         """Step until a time or until a request has its first token."""
@@ -123,6 +124,26 @@ def test_a_crowd_at_the_door_is_not_held_back_for_few_streams() -> None:
     for number in range(24):
         run.until(ended=f"p{number}")
     assert run.clock.monotonic() - began < 2.0 * 24 * 256 * PER_TOKEN_S
+
+
+def test_those_who_came_together_are_not_held_back_for_those_who_overtook_them() -> None:
+    """32 prompts within 50 ms: the first ones stream while the others arrive, and all end as if there were no limit."""
+
+    def last_first_token(factor: float) -> float:
+        run = Run(factor, pipeline_depth=2)
+        run.add("s", 8, 400)
+        run.until(time_s=1.5)
+        start, came = run.clock.monotonic(), 0
+        while came < 32:
+            while came < 32 and run.clock.monotonic() >= start + 0.0015 * came:
+                run.add(f"p{came}", 32, 50, start + 0.0015 * came)
+                came += 1
+            run.until(time_s=run.clock.monotonic() + 1e-6)
+        for number in range(32):
+            run.until(ended=f"p{number}")
+        return max(run.wait_of(f"p{number}") for number in range(32))
+
+    assert last_first_token(1.5) < 1.1 * last_first_token(0.0)
 
 
 def test_one_hiccup_changes_nothing() -> None:

@@ -60,6 +60,8 @@ _PATIENCE_S = 3.0
 _MAX_WAIT_FACTOR = 2.5
 # Tokens that follow each other as fast as this are read by nobody: there is no need to hold prompts back for less.
 _UNFELT_GAP_S = 0.012
+# A waiting prompt is short when it takes at most this part of a step.
+_SHORT_SHARE = 4
 # More prompts than this do not advance side by side: all of them would end late.
 _MAX_SHARERS = 4
 
@@ -76,30 +78,43 @@ def make_plan(state: SchedulerState, throttle_prefills: bool) -> StepPlan:
     num_sharers = 0
     if num_streams and has_gap_limit:
         num_waiting = len(prompts) + min(len(state.waiting), section.max_num_seqs - len(running))
-        urgency = max(
-            _STREAMS_PER_PROMPT * num_waiting / num_streams, _find_longest_wait_s(state, prompts) / _PATIENCE_S
-        )
-        budget.prompt = min(budget.prompt, _get_prompt_share(state, max(1.0, urgency)))
+        urgency = _find_urgency(state, prompts, num_waiting)
+        budget.prompt = min(budget.prompt, _get_prompt_share(state, urgency))
         num_sharers = min(num_waiting, _MAX_SHARERS)
-        throttle_prefills = throttle_prefills or state.cost.is_stale(num_streams)
+        throttle_prefills = throttle_prefills or _must_measure(state, num_streams, urgency)
     limit = _get_prompt_limit(state, budget)
     return StepPlan(budget, limit, throttle_prefills and num_streams > 0, num_sharers=num_sharers)
 
 
-def _find_longest_wait_s(state: SchedulerState, prompts: Sequence[Request]) -> float:
-    """How long the oldest prompt has waited for its first token, up to the bound of its effect."""
-    waiting = (*prompts, *state.waiting.requests[:1])
-    longest = max((state.now - r.queued for r in waiting if not r.first_token), default=0.0)
-    return min(longest, _MAX_WAIT_FACTOR * _PATIENCE_S)
+def _find_urgency(state: SchedulerState, prompts: Sequence[Request], num_waiting: int) -> float:
+    """How much of the limits' margin prompts may take: 1, or more where it would hold them back unfairly.
+
+    That is where many wait for their first token beside few streams, for then waiting costs more people more, and where
+    one has waited long. Only streams count that had begun when the oldest prompt came: those that came with it have
+    merely overtaken it.
+    """
+    waiting = [_get_arrival(r) for r in (*prompts, *state.waiting.requests[:1]) if not r.first_token]
+    if not waiting:
+        return 1.0
+    oldest = min(waiting)
+    num_older = sum(0.0 < r.first_token <= oldest for r in state.running.requests)
+    crowd = _STREAMS_PER_PROMPT * num_waiting / max(1, num_older)
+    return max(1.0, crowd, min((state.now - oldest) / _PATIENCE_S, _MAX_WAIT_FACTOR))
+
+
+def _get_arrival(request: Request) -> float:
+    """When it came to the edge, where that is known: while a step runs, the queue takes nothing in."""
+    return min(request.queued, request.record.arrival_time or request.queued)
+
+
+def _must_measure(state: SchedulerState, num_streams: int, urgency: float) -> bool:
+    """Whether prompts are to wait for a step that shows what streams cost alone; urgent ones do with an old figure."""
+    cost = state.cost
+    return cost.is_stale(num_streams) and (urgency <= 1.0 or cost.scaled_gap(1.0) is None)
 
 
 def _get_prompt_share(state: SchedulerState, urgency: float) -> int:
-    """Prompt tokens that keep the gap between the streams' tokens within its limits.
-
-    The factor speaks for streams that outnumber prompts, and for prompts that came lately. What they may take grows
-    with ``urgency``: where many wait for their first token beside few streams, for then waiting costs more people more,
-    and where one has waited long.
-    """
+    """Prompt tokens that keep the gap between tokens within its limits; ``urgency`` stretches the factor."""
     section, cost = state.section, state.cost
     limits = [section.max_token_gap_ms / 1e3] if section.max_token_gap_ms > 0.0 else []
     if section.max_token_gap_factor:
@@ -115,11 +130,21 @@ def _get_prompt_limit(state: SchedulerState, budget: StepBudget) -> int:
     section, running = state.section, state.running.requests
     threshold = section.long_prefill_token_threshold
     if threshold <= 0 or len(state.requests) < 2:
-        return budget.prompt
+        return _leave_room_for_head(state, budget)
     num_prompts = sum(r.num_computed_tokens < r.num_prompt_tokens for r in running)
     num_claims = num_prompts + (len(running) < section.max_num_seqs and len(state.waiting) > 0)
     room = min(budget.prompt, budget.room - (len(running) - num_prompts))
     return min(threshold, max(state.kv.block_size, room // max(1, num_claims)))
+
+
+def _leave_room_for_head(state: SchedulerState, budget: StepBudget) -> int:
+    """A prompt that would fill the step leaves room for the head of the queue where that is short beside it."""
+    running, queue = state.running.requests, state.waiting.requests
+    if not queue or len(running) >= state.section.max_num_seqs:
+        return budget.prompt
+    num_tokens = len(queue[0].token_ids)
+    room = min(budget.prompt, budget.room - len(running))
+    return room - num_tokens if _SHORT_SHARE * num_tokens <= room else budget.prompt
 
 
 def build_output(state: SchedulerState, plan: StepPlan, metadata: bytes | None) -> SchedulerOutput:
