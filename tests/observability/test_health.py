@@ -7,8 +7,10 @@ import os
 import signal
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from headrace.base.errors import EngineDeadError
@@ -16,9 +18,12 @@ from headrace.core.process_client import ProcessClient
 from headrace.frontend.async_llm import AsyncLLM
 from headrace.messages.sampling_params import SamplingParams
 from headrace.testing.engine_config import make_engine_config
+from tests.device.families import make_hf_model, save_hf_model
+from tests.executor.test_multiproc import two_ranks
+from tests.http.server_process import ServerProcess
 from tests.observability.live_service import EXECUTOR
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 RED_WITHIN_S = 10.0
 
 Start = Callable[..., Awaitable[AsyncLLM]]
@@ -124,3 +129,112 @@ async def test_idleness_and_saturation_are_green(start: Start) -> None:
     crowd = [asyncio.create_task(ask(llm, 30)) for _ in range(40)]
     await stays_green(llm, 1.5)
     await asyncio.gather(*crowd)
+
+
+# Real workers: two ranks of a tiny model, each in a process of its own.
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_hf_model(make_hf_model("llama"), tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture
+async def two_workers(tiny: Path) -> AsyncIterator[AsyncLLM]:
+    config = two_ranks(tiny)
+    llm = AsyncLLM(ProcessClient(config, "headrace.executor.multiproc:make_executor"), config, None)
+    await llm.start()
+    yield llm
+    await llm.shutdown()
+
+
+def worker_pids(llm: AsyncLLM) -> list[int]:
+    assert isinstance(llm.client, ProcessClient)
+    # A worker is the child of whichever thread of the core started it.
+    tasks = Path(f"/proc/{llm.client.pid}/task").iterdir()
+    children = [int(pid) for task in tasks for pid in (task / "children").read_text().split()]
+    found = [
+        pid for pid in children if b"headrace.executor.worker_process" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    ]
+    assert len(found) == 2
+    return sorted(found)
+
+
+async def keep_busy(llm: AsyncLLM) -> asyncio.Task[None]:
+    """Requests one after the other, and the first of them under way."""
+
+    async def work() -> None:
+        while True:
+            await ask(llm, 60)
+
+    task = asyncio.create_task(work())
+    before = llm.client.progress()
+    while llm.client.progress() == before:
+        await asyncio.sleep(0.01)
+    return task
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+async def test_a_hanging_worker_is_red_and_recovers(two_workers: AsyncLLM, rank: int) -> None:
+    pid = worker_pids(two_workers)[rank]
+    busy = await keep_busy(two_workers)
+    os.kill(pid, signal.SIGSTOP)
+    red, why = await seconds_until_red(two_workers)
+    os.kill(pid, signal.SIGCONT)
+    assert red < RED_WITHIN_S and "has not moved" in why
+    async with asyncio.timeout(20):
+        while True:
+            try:
+                two_workers.check_health()
+                break
+            except EngineDeadError:
+                await asyncio.sleep(0.05)
+    busy.cancel()
+    await asyncio.gather(busy, return_exceptions=True)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+async def test_a_killed_worker_is_red_at_once(two_workers: AsyncLLM, rank: int) -> None:
+    pid = worker_pids(two_workers)[rank]
+    busy = await keep_busy(two_workers)
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(EngineDeadError, match=r"worker \d was ended by SIGKILL"):
+        await busy
+    red, why = await seconds_until_red(two_workers)
+    assert red < 2 and "worker" in why
+
+
+# A whole server with the real model, asked over HTTP.
+
+
+def health(url: str) -> int:
+    return httpx.get(f"{url}/health", trust_env=False, timeout=5).status_code
+
+
+async def test_a_real_server_over_http(smollm2_gguf: Path) -> None:
+    flags = ("--max-model-len", "2048", "--num-kv-blocks", "80", "--max-num-batched-tokens", "2048")
+    with ServerProcess(smollm2_gguf, *flags) as server:
+        url = await asyncio.to_thread(server.wait_ready)
+        assert health(url) == 200
+        async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=60) as http:
+            body = {"prompt": "river " * 1900, "max_tokens": 1}
+            prefill = asyncio.create_task(http.post("/v1/completions", json=body))
+            seen = [(await http.get("/health")).status_code for _ in range(3)]
+            while not prefill.done():
+                seen.append((await http.get("/health")).status_code)
+                await asyncio.sleep(0.05)
+            assert set(seen) == {200} and len(seen) > 5, "a long legal prompt is green"
+            assert prefill.result().status_code == 200
+            core = server.core_pid()
+            asking = asyncio.create_task(http.post("/v1/completions", json={"prompt": "a", "max_tokens": 400}))
+            await asyncio.sleep(0.3)
+            os.kill(core, signal.SIGSTOP)
+            began = time.monotonic()
+            while (await http.get("/health")).status_code == 200:
+                assert time.monotonic() - began < RED_WITHIN_S
+                await asyncio.sleep(0.1)
+            assert (await http.get("/ready")).status_code == 503
+            os.kill(core, signal.SIGCONT)
+            assert (await asking).status_code == 200
+            assert (await http.get("/health")).status_code == 200
+        assert await asyncio.to_thread(server.stop) == 0
