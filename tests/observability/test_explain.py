@@ -20,6 +20,7 @@ from headrace.frontend.tokenizer import Tokenizer
 from headrace.observability.explain import CAUSES, MISSES, as_text, explain_request
 from headrace.observability.marks import MarkBook, Marks
 from tests.observability.live_service import Live, start_live
+from tests.observability.test_trace import check_trace
 
 StartLive = Callable[..., Awaitable[Live]]
 CLOSE_MS = 5.0
@@ -291,21 +292,12 @@ async def test_counters_equal_the_clients_sums_after_preemptions(start: StartLiv
     assert any(line.startswith("headrace:step_phase_seconds_total{") and 'phase="forward"' in line for line in lines)
 
 
-async def test_slices_of_a_track_do_not_overlap(start: StartLive) -> None:
+async def test_a_trace_over_http(start: StartLive) -> None:
     live = await start(pipeline_depth=3)
     await asyncio.gather(*(live.complete(f"t{n}", prompt=chr(97 + n) * 20, max_tokens=15) for n in range(4)))
-    events = (await live.http.get("/v1/trace")).json()["traceEvents"]
-    tracks: dict[tuple[int, int], list[tuple[float, float]]] = {}
-    for event in events:
-        if event["ph"] == "X":
-            tracks.setdefault((event["pid"], event["tid"]), []).append((event["ts"], event["ts"] + event["dur"]))
-    assert len(tracks) > 5, "four requests, and steps that overlap"
-    for slices in tracks.values():
-        for (_, end), (begin, _) in zip(sorted(slices), sorted(slices)[1:], strict=False):
-            assert begin >= end - 0.5
-    steps = {(e["pid"], e["tid"]): e["ts"] for e in events if e["ph"] == "X" and e["pid"] == 1}
-    arrows = [e for e in events if e["ph"] == "f"]
-    assert len(arrows) == 4 and all((e["pid"], e["tid"]) in steps for e in arrows)
+    trace = (await live.http.get("/v1/trace")).json()
+    check_trace(trace)
+    assert len([event for event in trace["traceEvents"] if event["ph"] == "f"]) >= 4
 
 
 async def test_usage_carries_timing_on_request(start: StartLive) -> None:

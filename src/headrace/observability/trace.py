@@ -1,6 +1,7 @@
 """Steps and requests as a Chrome trace, which Perfetto opens: a track per request, one for steps, one for KV use.
 
-Flows lead from the prompt of a request to the step that began it. Times are microseconds since the first event.
+Flows lead from a request to the steps that computed its prompt, or computed it again. Times are microseconds since the
+first event, and events stand in their order.
 """
 
 from __future__ import annotations
@@ -33,9 +34,11 @@ def make_trace(view: dict[str, Any], name_of: Callable[[str], str] = str) -> dic
     ]
     for step in steps:
         events += _step_events(step, lane_of.get(step["step"], 1), zero)
-    lane_at = {step["scheduled"]: lane_of.get(step["step"], 1) for step in steps}
     for track, one in enumerate(requests, 1):
-        events += _request_events(one, track, zero, name_of, lane_at.get(one["admitted"]))
+        events += _request_events(one, track, zero, name_of)
+    events += _flows(steps, requests, lane_of, zero)
+    # Names first, and of what begins together the longer slice first, so that what it holds nests in it.
+    events.sort(key=lambda event: (event.get("ts", -1.0), -event.get("dur", 0.0)))
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
@@ -70,24 +73,42 @@ def _step_events(step: dict[str, Any], lane: int, zero: float) -> list[dict[str,
     ]
     if end:
         names = ("num_tokens", "graph_mode", "graph_reason", "waiting_reason", "blocks", "phases_ms")
-        where = {"pid": _STEPS, "tid": lane, "ts": _us(start - zero), "dur": _us(end - start)}
+        length = round(_us(end - zero) - _us(start - zero), 1)
+        where = {"pid": _STEPS, "tid": lane, "ts": _us(start - zero), "dur": length}
         args = {name: step[name] for name in names}
         events.append({"ph": "X", "name": f"step {step['step']}", **where, "args": args})
     return events
 
 
+def _flows(
+    steps: list[dict[str, Any]], requests: list[dict[str, Any]], lane_of: dict[int, int], zero: float
+) -> list[dict[str, Any]]:
+    """An arrow for each chunk of a request, from its track to the step; both ends lie in a slice."""
+    tracks = {one["request_id"]: (track, one["spans"]) for track, one in enumerate(requests, 1)}
+    events: list[dict[str, Any]] = []
+    for step in steps:
+        if step["step"] not in lane_of:
+            continue
+        for request_id in step["chunks"]:
+            track, spans = tracks.get(request_id, (0, ()))
+            if not any(span["start"] <= step["scheduled"] < span["end"] for span in spans):
+                continue
+            flow = {"cat": "chunk", "name": "runs in", "id": len(events) // 2 + 1, "ts": _us(step["scheduled"] - zero)}
+            events.append({"ph": "s", **flow, "pid": _REQUESTS, "tid": track})
+            events.append({"ph": "f", "bp": "e", **flow, "pid": _STEPS, "tid": lane_of[step["step"]]})
+    return events
+
+
 def _request_events(
-    one: dict[str, Any], track: int, zero: float, name_of: Callable[[str], str], first_lane: int | None
+    one: dict[str, Any], track: int, zero: float, name_of: Callable[[str], str]
 ) -> list[dict[str, Any]]:
     base = {"pid": _REQUESTS, "tid": track}
     events = [_name("thread_name", _REQUESTS, track, name_of(one["request_id"]))]
     for span in one["spans"]:
-        start, length = _us(span["start"] - zero), _us(span["end"] - span["start"])
+        # From two rounded ends, so that neighbours never overlap.
+        start = _us(span["start"] - zero)
+        length = round(_us(span["end"] - zero) - start, 1)
         detail = {key: name_of(value) if key == "for" else value for key, value in span["detail"].items()}
         args = {"why": CAUSES.get(span["cause"], span["cause"]), "steps": span["num_steps"], **detail}
         events.append({"ph": "X", **base, "name": span["cause"], "ts": start, "dur": length, "args": args})
-    if first_lane is not None:
-        flow = {"cat": "admission", "name": "runs in", "id": track, "ts": _us(one["admitted"] - zero)}
-        events.append({"ph": "s", **flow, **base})
-        events.append({"ph": "f", "bp": "e", **flow, "pid": _STEPS, "tid": first_lane})
     return events
