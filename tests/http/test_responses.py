@@ -10,6 +10,7 @@ import openai
 import pytest
 from openai.types.responses import Response, ResponseOutputMessage, ResponseOutputText
 
+from headrace.entrypoints.openai.responses_store import ResponseStore, StoredResponse
 from headrace.testing.engine_config import make_architecture
 from tests.http.conftest import StartService
 from tests.http_service import MODEL, Service
@@ -245,7 +246,85 @@ async def test_what_clients_always_send(service: Service) -> None:
 
 async def test_nothing_is_stored(service: Service) -> None:
     name = (await ask(service)).json()["id"]
-    assert (await service.http.get(f"{PATH}/{name}")).status_code == 404
+    for method in ("GET", "DELETE"):
+        reply = await service.http.request(method, f"{PATH}/{name}")
+        assert reply.status_code == 404 and "--response-store" in reply.json()["error"]["message"]
+
+
+async def test_stored_answers(start_service: StartService) -> None:
+    service = await start_service(response_store=1 << 20)
+    client = openai.AsyncOpenAI(base_url=f"{service.url}/v1", api_key="none", max_retries=0)
+    async with client:
+        first = await client.responses.create(model=MODEL, input="Q1", instructions="I1", store=True)
+        assert first.store
+        again = await client.responses.retrieve(first.id)
+        assert without_ids(again.model_dump()) == without_ids(first.model_dump())
+        listed = [item async for item in client.responses.input_items.list(first.id)]
+        assert [item.content[0].text for item in listed] == ["Q1"]  # type: ignore[union-attr]
+        service.say("second")
+        async with client.responses.stream(model=MODEL, input="Q2", previous_response_id=first.id) as stream:
+            second = await stream.get_final_response()
+        assert second.previous_response_id == first.id
+        told = service.tokenizer.decode(service.core.added[-1].prompt_token_ids)
+        assert told == "<user>Q1<assistant>hello<user>Q2<assistant>", "instructions are not carried on"
+        third = await client.responses.create(model=MODEL, input="Q3", previous_response_id=second.id, store=False)
+        told = service.tokenizer.decode(service.core.added[-1].prompt_token_ids)
+        assert told == "<user>Q1<assistant>hello<user>Q2<assistant>second<user>Q3<assistant>"
+        for missing in (third.id, "resp_no"):
+            with pytest.raises(openai.NotFoundError):
+                await client.responses.retrieve(missing)
+            with pytest.raises(openai.BadRequestError, match="previous_response_id"):
+                await client.responses.create(model=MODEL, input="x", previous_response_id=missing)
+        await client.responses.delete(first.id)
+        with pytest.raises(openai.NotFoundError):
+            await client.responses.delete(first.id)
+        assert (await client.responses.retrieve(second.id)).output_text == "second"
+
+
+async def test_stored_answers_are_their_makers_alone(start_service: StartService) -> None:
+    service = await start_service(response_store=1 << 20, api_key=("one", "two"))
+    mine, theirs = ({"Authorization": f"Bearer {key}"} for key in ("one", "two"))
+    name = (await service.http.post(PATH, json={"input": "Hi"}, headers=mine)).json()["id"]
+    for method, path in (("GET", name), ("GET", f"{name}/input_items"), ("DELETE", name)):
+        assert (await service.http.request(method, f"{PATH}/{path}", headers=theirs)).status_code == 404
+        assert (await service.http.request(method, f"{PATH}/{path}")).status_code == 401
+    body = {"input": "Hi", "previous_response_id": name}
+    assert (await service.http.post(PATH, json=body, headers=theirs)).status_code == 400
+    assert (await service.http.get(f"{PATH}/{name}", headers=mine)).status_code == 200
+
+
+async def test_input_items_in_pages(start_service: StartService) -> None:
+    service = await start_service(response_store=1 << 20)
+    items = [{"role": "user", "content": text} for text in "abc"]
+    name = (await ask(service, input=items)).json()["id"]
+
+    async def page(query: str) -> dict[str, Any]:
+        reply = await service.http.get(f"{PATH}/{name}/input_items?{query}")
+        assert reply.status_code == 200, reply.text
+        found: dict[str, Any] = reply.json()
+        return found
+
+    first = await page("limit=2")
+    assert [item["content"] for item in first["data"]] == ["c", "b"] and first["has_more"]
+    rest = await page(f"after={first['last_id']}")
+    assert [item["content"] for item in rest["data"]] == ["a"] and not rest["has_more"]
+    assert [item["content"] for item in (await page("order=asc"))["data"]] == ["a", "b", "c"]
+    for query in ("limit=0", "limit=x", "limit=101", "order=up", "after=nope"):
+        assert (await service.http.get(f"{PATH}/{name}/input_items?{query}")).status_code == 400
+    assert (await service.http.get(f"{PATH}/{name}?stream=true")).status_code == 400
+
+
+def test_the_store_keeps_the_newest_that_fit() -> None:
+    store = ResponseStore(100)
+    for number in range(5):
+        store.put(None, f"r{number}", StoredResponse(b"x" * 40, b"", b""))
+    assert [store.get(None, f"r{number}") is not None for number in range(5)] == [False, False, False, True, True]
+    store.put(None, "r4", StoredResponse(b"x" * 60, b"", b""))
+    assert store.get(None, "r3") is not None and store.get("other", "r4") is None
+    store.put(None, "huge", StoredResponse(b"x" * 101, b"", b""))
+    assert store.get(None, "huge") is None and store.get(None, "r4") is not None
+    assert store.remove(None, "r4") and not store.remove(None, "r4")
+    assert not ResponseStore(0).is_on
 
 
 async def test_faults_are_typed_events(start_service: StartService) -> None:

@@ -22,7 +22,7 @@ import headrace
 from headrace.base.errors import NotAcceptingError
 from headrace.entrypoints.dashboard import feed
 from headrace.entrypoints.dashboard.static import FILES, serve_file
-from headrace.entrypoints.openai import generate, insight, models, responses, tokenize, tokens
+from headrace.entrypoints.openai import generate, insight, models, responses, responses_store, tokenize, tokens
 from headrace.entrypoints.openai.auth import OPEN_PATHS, KeyGuard
 from headrace.entrypoints.openai.context import ServerContext
 from headrace.entrypoints.openai.docs_page import show_docs
@@ -158,6 +158,9 @@ ROUTES: list[tuple[str, str, Handler]] = [
     ("POST", "/v1/completions", generate.complete),
     ("POST", "/v1/chat/completions", generate.chat),
     ("POST", "/v1/responses", responses.respond),
+    ("GET", "/v1/responses/{response_id}", responses_store.retrieve),
+    ("DELETE", "/v1/responses/{response_id}", responses_store.delete),
+    ("GET", "/v1/responses/{response_id}/input_items", responses_store.list_input),
     ("POST", "/v1/completions/render", tokens.render_completion),
     ("POST", "/v1/chat/completions/render", tokens.render_chat),
     ("POST", "/inference/v1/generate", tokens.generate_tokens),

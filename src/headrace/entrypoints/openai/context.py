@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from headrace.base.errors import EngineDeadError, InvalidRequestError
 from headrace.entrypoints.openai.errors import public_cause
 from headrace.entrypoints.openai.options import ServerOptions
+from headrace.entrypoints.openai.responses_store import ResponseStore
 from headrace.frontend.detokenizer import split_text
 from headrace.frontend.parsers.registry import get_reasoning_format, get_tool_format
 from headrace.observability.metrics import EngineMetrics
@@ -39,6 +40,7 @@ class ServerContext:
         self.started = int(time.time())
         self.draining = False
         self.num_in_flight = 0
+        self.responses = ResponseStore(options.response_store)
         self.start_up_ms: dict[str, float] = {}
         self.num_followers = 0
         template = llm.chat_template.source if llm.chat_template is not None else ""

@@ -16,6 +16,11 @@ from headrace.messages.sampling_params import RANGES, Range
 _IN_PATH = re.compile(r"\{(\w+)(?::path)?\}")
 _QUERIES: dict[str, list[dict[str, Any]]] = {
     "/v1/requests/{request_id}/explain": [{"name": "format", "schema": {"enum": ["json", "text"]}}],
+    "/v1/responses/{response_id}/input_items": [
+        {"name": "limit", "schema": {"type": "integer", "minimum": 1, "maximum": 100}},
+        {"name": "order", "schema": {"enum": ["asc", "desc"]}},
+        {"name": "after", "schema": {"type": "string"}},
+    ],
     "/v1/steps": [{"name": "after", "schema": {"type": "string", "pattern": "^[0-9]+$"}}],
 }
 _STREAMED = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses", "/inference/v1/generate"})

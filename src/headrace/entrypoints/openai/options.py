@@ -25,6 +25,9 @@ class ServerOptions:
     port: int = setting(8000, "Port to listen on; 0 takes a free one.")
     api_key: tuple[str, ...] = _many("Key that clients must send; may be given several times.", secret=True)
     max_body: int = setting(16 << 20, "Largest body of a request.", unit="bytes")
+    response_store: int = setting(
+        0, "Memory for answers of /v1/responses that clients may go on from; 0 stores none.", unit="bytes"
+    )
     ssl_keyfile: str | None = setting(None, "Private key for TLS.")
     ssl_certfile: str | None = setting(None, "Certificate for TLS.")
     ssl_ca_certs: str | None = setting(None, "Authorities whose client certificates are required.")

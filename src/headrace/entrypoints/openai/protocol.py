@@ -71,7 +71,7 @@ class SamplingFields(DeliveryFields, kw_only=True, forbid_unknown_fields=True):
     # accepted where they change nothing, see `refusals`
     user: Any = None
     metadata: Any = None
-    store: Any = None
+    store: bool | None = None
     service_tier: Any = None
     safety_identifier: Any = None
     prompt_cache_key: Any = None
@@ -191,7 +191,7 @@ class ResponsesRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True)
     chat_template_kwargs: dict[str, Any] | None = None
     # accepted where they change nothing, see `refusals`
     background: Any = None
-    previous_response_id: Any = None
+    previous_response_id: str | None = None
     conversation: Any = None
     prompt: Any = None
     truncation: Any = None

@@ -1,4 +1,4 @@
-"""``/v1/responses``: items in, items out, without stored state.
+"""``/v1/responses``: items in, items out; answers are stored only where the operator gave them memory.
 
 The request is answered as the chat that asks for the same (`responses_input`); what differs is how the answer is
 written down (`responses_items`).
@@ -11,6 +11,7 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -23,8 +24,9 @@ from headrace.entrypoints.openai.generate import deliver, name_request
 from headrace.entrypoints.openai.generation import Work, check_output
 from headrace.entrypoints.openai.protocol import ResponsesRequest, Usage
 from headrace.entrypoints.openai.refusals import check_refusals
-from headrace.entrypoints.openai.responses_input import RULES, describe_body, make_chat, rename
+from headrace.entrypoints.openai.responses_input import RULES, STORED_RULES, as_items, describe_body, make_chat, rename
 from headrace.entrypoints.openai.responses_items import ItemBuilder
+from headrace.entrypoints.openai.responses_store import StoredResponse, get_owner
 from headrace.entrypoints.openai.sampling import check_stream_fields
 from headrace.entrypoints.openai.sse import EventStream, typed_event
 from headrace.entrypoints.openai.token_cutter import TokenCutter
@@ -49,6 +51,31 @@ class TypedStream(EventStream):
         return typed_event({**fault, "sequence_number": 0})
 
 
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """What a request adds to a stored conversation, and whether that is kept."""
+
+    owner: str | None
+    keep: bool
+    before: list[dict[str, Any]]
+    asked: list[dict[str, Any]]
+
+    @classmethod
+    def of(cls, context: ServerContext, body: ResponsesRequest) -> _Turn | None:
+        """The turn of a request; ``None`` when it has no part in stored answers."""
+        previous = body.previous_response_id
+        if not context.responses.is_on or (body.store is False and previous is None):
+            return None
+        owner, before = get_owner(), []
+        if previous is not None:
+            found = context.responses.get(owner, previous)
+            if found is None:
+                message = "previous_response_id names no response that is stored; the newest are"
+                raise InvalidRequestError(message, param="previous_response_id", code="previous_response_not_found")
+            before = found.conversation()
+        return cls(owner, body.store is not False, before, as_items(body.input))
+
+
 @dataclass
 class ResponsesCall:
     """One request of this route, from its checked body to its answer."""
@@ -58,6 +85,7 @@ class ResponsesCall:
     answer_id: str
     chat: ChatCall
     cutter: TokenCutter | None
+    turn: _Turn | None
     created: int = field(default_factory=lambda: int(time.time()))
     builder: ItemBuilder = field(default_factory=ItemBuilder)
     _final: RequestOutput | None = None
@@ -65,17 +93,19 @@ class ResponsesCall:
     @classmethod
     async def prepare(cls, context: ServerContext, body: ResponsesRequest, request_id: str) -> ResponsesCall:
         """Check everything, render and tokenise; nothing is queued yet."""
-        check_refusals(body, rules=RULES)
+        check_refusals(body, rules=STORED_RULES if context.responses.is_on else RULES)
         check_stream_fields(body)
+        turn = _Turn.of(context, body)
+        whole = body if turn is None else msgspec.structs.replace(body, input=[*turn.before, *turn.asked])
         try:
             max_items = context.llm.input.limits.most.max_messages
-            chat = await ChatCall.prepare(context, make_chat(body, max_items), request_id)
+            chat = await ChatCall.prepare(context, make_chat(whole, max_items), request_id)
         except InvalidRequestError as error:
             raise rename(error) from None
         answer_id = f"resp_{request_id}"
         chat.work = replace(chat.work, answer_id=answer_id)
         cutter = None if chat.work.sampling.logprobs is None else TokenCutter(chat.parts.hidden_token_ids)
-        return cls(context, body, answer_id, chat, cutter)
+        return cls(context, body, answer_id, chat, cutter, turn)
 
     @property
     def work(self) -> Work:
@@ -96,7 +126,9 @@ class ResponsesCall:
         self._feed(last)
         status = _status(last)
         self.builder.close(status)
-        return self._response(status, last)
+        response = self._response(status, last)
+        self._store(response)
+        return response
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
         """Its typed events."""
@@ -115,7 +147,9 @@ class ResponsesCall:
                 if one.finish_reason is not None:
                     status = _status(one)
                     events += builder.close(status)
-                    events.append(builder.event(f"response.{status}", response=self._response(status, one)))
+                    response = self._response(status, one)
+                    self._store(response)
+                    events.append(builder.event(f"response.{status}", response=response))
             if events:
                 yield b"".join(events)
 
@@ -128,12 +162,23 @@ class ResponsesCall:
             events += self.builder.feed(self.chat.parts.parse(piece), len(piece.text), self.chat.logprob_items(piece))
         return events
 
+    @property
+    def _is_stored(self) -> bool:
+        return self.turn is not None and self.turn.keep
+
+    def _store(self, response: dict[str, Any]) -> None:
+        if self._is_stored:
+            assert self.turn is not None
+            encode = msgspec.json.encode
+            stored = StoredResponse(encode(response), encode(self.turn.asked), encode(self.turn.before))
+            self.context.responses.put(self.turn.owner, self.answer_id, stored)
+
     def _response(self, status: str, last: CompletionOutput | None) -> dict[str, Any]:
         usage = self.chat.counter.usage(self.chat.parts.num_reasoning_tokens or 0)
         reason = {"length": "max_output_tokens"}.get(last.finish_reason or "") if last is not None else None
         shown = describe_body(self.body)
         sampling = self.chat.work.sampling
-        shown |= {"temperature": sampling.temperature, "top_p": sampling.top_p}
+        shown |= {"temperature": sampling.temperature, "top_p": sampling.top_p, "store": self._is_stored}
         return {
             "id": self.answer_id,
             "object": "response",

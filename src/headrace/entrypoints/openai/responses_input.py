@@ -1,6 +1,6 @@
 """From a body of ``/v1/responses`` to the chat that asks for the same: one path renders, checks and generates.
 
-What needs stored state is refused by name, since nothing is stored.
+What needs stored state is refused by name where nothing is stored.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from headrace.base.errors import InvalidRequestError
 from headrace.entrypoints.openai.body import convert
 from headrace.entrypoints.openai.protocol import ChatRequest, ResponsesRequest
 from headrace.entrypoints.openai.refusals import REFUSALS, Refusal, one_of
+from headrace.entrypoints.openai.responses_items import new_id
 
 LOGPROBS = "message.output_text.logprobs"
 _INCLUDABLE = frozenset({LOGPROBS, "reasoning.encrypted_content"})
@@ -19,14 +20,15 @@ RULES = REFUSALS | {
     "max_tool_calls": Refusal("must be an integer", lambda value: type(value) is int),
     "include": Refusal(f"only {LOGPROBS} can be included", lambda value: set(value) <= _INCLUDABLE),
     "truncation": Refusal("prompts are never cut; use disabled", one_of("disabled")),
-    # They need stored answers.
-    "background": Refusal("answers are not stored; leave it out", one_of(False)),
+    "background": Refusal("answers are made while the client waits; leave it out", one_of(False)),
     "previous_response_id": Refusal("answers are not stored; send the whole conversation as input"),
     "conversation": Refusal("conversations are not stored; send the whole one as input"),
     "prompt": Refusal("prompts are not stored; send instructions and input"),
 }
 """This route's table: its own fields, then those of all routes."""
-_READ_OTHERWISE = frozenset({"stream_options", "tools", "tool_choice", "top_logprobs"})
+STORED_RULES = {name: rule for name, rule in RULES.items() if name not in ("store", "previous_response_id")}
+"""The same where answers are stored."""
+_READ_OTHERWISE = frozenset({"store", "stream_options", "tools", "tool_choice", "top_logprobs"})
 _SAME_NAME = tuple(
     name
     for name in ResponsesRequest.__struct_fields__
@@ -74,6 +76,13 @@ def make_chat(body: ResponsesRequest, max_items: int) -> ChatRequest:
 
 def _refuse(where: str, reason: str) -> InvalidRequestError:
     return InvalidRequestError(f"{where}: {reason}", param=where)
+
+
+def as_items(given: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """An input as items, each with an id."""
+    if isinstance(given, str):
+        given = [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": given}]}]
+    return [{"id": new_id("msg"), "type": "message", **item} for item in given]
 
 
 def _messages(body: ResponsesRequest, max_items: int) -> list[dict[str, Any]]:
@@ -211,10 +220,9 @@ def describe_body(body: ResponsesRequest) -> dict[str, Any]:
         "max_tool_calls": body.max_tool_calls,
         "metadata": body.metadata or {},
         "parallel_tool_calls": body.parallel_tool_calls is not False,
-        "previous_response_id": None,
+        "previous_response_id": body.previous_response_id,
         "reasoning": {"effort": None, "summary": None},
         "service_tier": "default",
-        "store": False,
         "temperature": body.temperature,
         "text": {"format": text.get("format") or {"type": "text"}},
         "tool_choice": body.tool_choice if body.tool_choice is not None else "auto",

@@ -18,7 +18,8 @@ from headrace.frontend.parsers.events import CallDelta, ParsedDelta
 _TEXT_EVENTS = {"message": "response.output_text", "reasoning": "response.reasoning_text"}
 
 
-def _new_id(prefix: str) -> str:
+def new_id(prefix: str) -> str:
+    """A name that nothing else has."""
     return f"{prefix}_{uuid.uuid4().hex}"
 
 
@@ -122,7 +123,7 @@ class ItemBuilder:
         events: list[bytes] = []
         if call.name is not None:
             self._call = call.index
-            item = {"type": "function_call", "id": _new_id("fc"), "call_id": _new_id("call"), "name": call.name}
+            item = {"type": "function_call", "id": new_id("fc"), "call_id": new_id("call"), "name": call.name}
             events += self._begin({**item, "arguments": "", "status": "in_progress"})
         assert call.index == self._call, "calls come one after another"
         if call.arguments:
@@ -138,5 +139,5 @@ class ItemBuilder:
 
 def _new_text_item(kind: str) -> dict[str, Any]:
     if kind == "reasoning":
-        return {"type": "reasoning", "id": _new_id("rs"), "summary": [], "content": [], "status": "in_progress"}
-    return {"type": "message", "id": _new_id("msg"), "role": "assistant", "content": [], "status": "in_progress"}
+        return {"type": "reasoning", "id": new_id("rs"), "summary": [], "content": [], "status": "in_progress"}
+    return {"type": "message", "id": new_id("msg"), "role": "assistant", "content": [], "status": "in_progress"}
