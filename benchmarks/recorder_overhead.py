@@ -1,10 +1,10 @@
 """What the flight recorder costs per step, at 1, 64 and 256 running requests.
 
 Runs the real core on an executor that computes nothing, with and without the watchers, alternating, and takes the best
-of several rounds of each: the difference is what recording adds to a step. It is set against the time of a real step,
-which the host's own work is a small part of.
+of several rounds of each: the difference is what recording adds to a step. It is set against the time of a real step of
+a model with as many running requests, measured in the same run.
 
-    python benchmarks/recorder_overhead.py
+    python benchmarks/recorder_overhead.py [--model MODEL]
 """
 
 from __future__ import annotations
@@ -13,11 +13,15 @@ import argparse
 import json
 import time
 from concurrent.futures import Future
+from statistics import median
 from typing import Any
 
 from headrace.base.clock import SystemClock
+from headrace.base.progress import ProgressWord
+from headrace.core.build import build_core
 from headrace.core.engine_core import EngineCore
 from headrace.core.watching import make_watching
+from headrace.entrypoints.engine_config import load_engine_config
 from headrace.executor.base import Executor, ExecutorReady
 from headrace.messages.kv_cache import KVCacheConfig
 from headrace.messages.runner_output import ModelRunnerOutput, StepStats
@@ -111,15 +115,41 @@ def measure(num_running: int, num_steps: int, rounds: int, step_ms: float) -> di
     }
 
 
+def real_step_ms(model: str, num_running: int, num_steps: int = 12) -> float:
+    """Median milliseconds of a step of a real model whose requests all decode, with a little context each."""
+    settings = {
+        "model": model,
+        "max_model_len": 256,
+        "max_num_seqs": num_running,
+        "num_kv_blocks": 3 * num_running + 16,
+    }
+    config = load_engine_config(settings)
+    core = build_core(config, "headrace.executor.uniproc:make_executor", {}, ProgressWord())
+    try:
+        for number in range(num_running):
+            core.add_request(make_request(f"r{number}", [100 + number, *range(200, 215)], 64))
+        while core.scheduler.make_stats().generation_tokens < 3 * num_running:
+            core.step()
+        times = []
+        for _ in range(num_steps):
+            began = time.perf_counter()
+            core.step()
+            times.append(1e3 * (time.perf_counter() - began))
+        return median(times)
+    finally:
+        core.shutdown()
+
+
 def main() -> None:
     """Print one line of JSON per size."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--step-ms", type=float, nargs=3, default=[5.0, 30.0, 100.0], help="real step at 1, 64, 256")
+    parser.add_argument("--model", default="smollm2-135m", help="whose steps the cost is set against")
     args = parser.parse_args()
-    for num_running, step_ms in zip((1, 64, 256), args.step_ms, strict=True):
-        print(json.dumps(measure(num_running, args.steps, args.rounds, step_ms)))
+    for num_running in (1, 64, 256):
+        step_ms = real_step_ms(args.model, num_running)
+        print(json.dumps(measure(num_running, args.steps, args.rounds, step_ms)), flush=True)
 
 
 if __name__ == "__main__":
