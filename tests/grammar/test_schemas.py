@@ -51,6 +51,11 @@ REFUSED: dict[str, tuple[Any, str]] = {
 }
 
 
+@pytest.mark.parametrize("form", ["password", "binary", "path"])
+def test_formats_that_demand_nothing_are_left_out(form: str) -> None:
+    assert clean_schema({"type": "string", "format": form}, "x", MOST) == {"type": "string"}
+
+
 @pytest.mark.parametrize("name", list(REFUSED))
 def test_refused_by_name(name: str) -> None:
     """B064, B071."""

@@ -122,3 +122,31 @@ async def test_nesting_without_end(service: Service, where: str, levels: int) ->
     }[where]
     body = json.dumps(BODIES[CHAT])[:-1] + f', "{where}": {value}}}'
     await refused(service, CHAT, body.encode())
+
+
+NESTED_FIELDS = [
+    (CHAT, "tools", '[{{"function": {{"name": "f", "parameters": {{"properties": {{"a": {}}}}}}}}}]'),
+    (CHAT, "metadata", '{{"a": {}}}'),
+    (CHAT, "chat_template_kwargs", '{{"mood": {}}}'),
+    (CHAT, "messages", '[{{"role": "user", "content": [{}]}}]'),
+    (CHAT, "messages", '[{{"role": "assistant", "tool_calls": [{{"function": {{"name": "f", "arguments": {}}}}}]}}]'),
+    (CHAT, "response_format", '{{"type": "structural_tag", "triggers": {}, "structures": []}}'),
+    (COMPLETION, "structured_outputs", '{{"structural_tag": {{"structures": [{}], "otherwise": {{}}}}}}'),
+    (COMPLETION, "user", "{}"),
+    ("/v1/responses", "tools", '[{{"type": "function", "name": "f", "parameters": {}}}]'),
+    ("/v1/responses", "input", '[{{"role": "user", "content": [{}]}}]'),
+    ("/v1/responses", "text", '{{"format": {}}}'),
+    ("/inference/v1/generate", "features", '{{"a": {}}}'),
+]
+
+
+@pytest.mark.parametrize(("path", "field", "around"), NESTED_FIELDS, ids=lambda value: str(value)[:24])
+async def test_nesting_that_can_just_be_read(service: Service, path: str, field: str, around: str) -> None:
+    """Bodies as deep as Python is: what comes after reading them finds less room."""
+    base = {**BODIES, "/v1/responses": {"input": "x"}, "/inference/v1/generate": {"token_ids": [1]}}[path]
+    rest = json.dumps({name: value for name, value in base.items() if name != field})[:-1]
+    for levels in (20, 500, *range(925, 1000, 5)):
+        for begin, end in (('{"items": ', "}"), ("[", "]")):
+            value = around.format(begin * levels + "{}" + end * levels)
+            reply = await service.http.post(path, content=f'{rest}, "{field}": {value}}}')
+            assert reply.status_code in (200, 400), (levels, reply.status_code, reply.text[:200])

@@ -223,6 +223,25 @@ async def test_a_call_that_is_cut_ends_in_good_order(service: Service, choice: A
     await both(service, tools=TOOLS, tool_choice=choice)
 
 
+ODD = tool("odd", type="object", properties={"a": {"$ref": "#/x"}}, uniqueItems=True)
+STRICT_ODD = {"type": "function", "function": {**ODD["function"], "strict": True}}
+
+
+@pytest.mark.parametrize("form", sorted(SPELT))
+async def test_schemas_that_nothing_has_to_hold_to_may_say_anything(start_service: StartService, form: str) -> None:
+    service = await start_service(settings={"tool_call_parser": form})
+    service.say(SPELT[form])
+    for parameters in ({"properties": []}, {"properties": {"a": 5}}, {"required": 5}, ODD["function"]["parameters"]):
+        got = await both(service, tools=[*TOOLS, tool("odd", **parameters)])
+        assert got["calls"] == CALLS
+        strict = [{"type": "function", "function": {**one["function"], "strict": True}} for one in TOOLS]
+        reply = await service.chat(tools=[*strict, tool("odd", **parameters)], max_tokens=160)
+        assert reply.status_code == (400 if form == "pythonic" else 200), reply.text
+    await both(service, tools=[*TOOLS, ODD], tool_choice="none")
+    service.say('{"a": 3}')
+    assert (await both(service, tools=[*TOOLS, ODD], tool_choice=NAMED))["calls"] == [["add", '{"a": 3}']]
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
     ("fields", "param"),
@@ -239,7 +258,8 @@ async def test_a_call_that_is_cut_ends_in_good_order(service: Service, choice: A
         ({"tools": [tool("add"), tool("add")]}, "tools[1].function.name"),
         ({"tools": [tool("has spaces")]}, "tools[0].function.name"),
         ({"tools": [tool("add", type="string")]}, "tools[0].function.parameters"),
-        ({"tools": [tool("add", type="object", properties={"a": {"$ref": "#/x"}})]}, "tools[0].function.parameters"),
+        ({"tools": [tool("add"), ODD], "tool_choice": "required"}, "tools[1].function.parameters"),
+        ({"tools": [STRICT_ODD]}, "tools[0].function.parameters"),
         ({"tools": [tool(f"t{i}") for i in range(200)]}, "tools"),
         ({"tools": "add"}, "tools"),
         ({"tools": TOOLS, "structured_outputs": {"regex": "a"}}, "structured_outputs.regex"),

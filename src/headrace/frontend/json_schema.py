@@ -68,6 +68,8 @@ _ENFORCED = frozenset(
         "multipleOf",
     }
 )
+_FORMATS_WITHOUT_DEMANDS = frozenset({"password", "binary", "path", "file-path", "directory-path"})
+"""What some libraries say of texts that may be any."""
 _HARMLESS: dict[str, Any] = {"uniqueItems": False, "nullable": False, "unevaluatedProperties": True, "strict": None}
 _MAPS = ("properties", "patternProperties", "$defs", "definitions")
 _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
@@ -150,6 +152,8 @@ class _Checker:
         result: dict[str, Any] = {}
         for key, value in node.items():
             if key in _HARMLESS and (value == _HARMLESS[key] or _HARMLESS[key] is None):
+                continue
+            if key == "format" and isinstance(value, str) and value in _FORMATS_WITHOUT_DEMANDS:
                 continue
             if key == "x-guidance" or not (key in _ENFORCED or key in _ANNOTATIONS or key.startswith("x-")):
                 raise self._refuse(f"not supported: {_shown(key)}")

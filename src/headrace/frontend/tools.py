@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from headrace.base.errors import InvalidRequestError
@@ -23,7 +23,10 @@ _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """One function: its name, the JSON schema of its arguments, and how the client wrote it."""
+    """One function: its name, the JSON schema of its arguments, and how the client wrote it.
+
+    The schema has been checked where something is to hold to it; any other is the model's to read alone.
+    """
 
     name: str
     parameters: dict[str, Any]
@@ -89,6 +92,10 @@ def plan_tools(tools: Any, tool_choice: Any, parallel: bool | None, most: Limits
     """
     known = _parse_tools(tools, most)
     mode, name = _parse_choice(tool_choice, known)
+    for place, tool in enumerate(known.values()):
+        if tool.strict or mode == "required" or (mode == "named" and tool.name == name):
+            schema = clean_schema(tool.parameters, f"tools[{place}].function.parameters", most)
+            known[tool.name] = replace(tool, parameters=schema)
     return ToolPlan(known, mode, name, parallel is not False)
 
 
@@ -105,14 +112,14 @@ def _parse_tools(tools: Any, most: LimitsSection) -> dict[str, Tool]:
     known: dict[str, Tool] = {}
     for index, tool in enumerate(tools):
         where = f"tools[{index}]"
-        parsed = _parse_tool(where, tool, most)
+        parsed = _parse_tool(where, tool)
         if parsed.name in known:
             raise InvalidRequestError(f"{where}.function.name is used twice", param=f"{where}.function.name")
         known[parsed.name] = parsed
     return known
 
 
-def _parse_tool(where: str, tool: Any, most: LimitsSection) -> Tool:
+def _parse_tool(where: str, tool: Any) -> Tool:
     if not isinstance(tool, dict) or tool.get("type", "function") != "function":
         raise InvalidRequestError(f"{where}: only tools of the type function are supported", param=f"{where}.type")
     function = tool.get("function")
@@ -129,8 +136,7 @@ def _parse_tool(where: str, tool: Any, most: LimitsSection) -> Tool:
     if not isinstance(parameters, dict) or parameters.get("type", "object") != "object":
         message = f"{where}.function.parameters must be the JSON schema of an object"
         raise InvalidRequestError(message, param=f"{where}.function.parameters")
-    schema = clean_schema(parameters, f"{where}.function.parameters", most)
-    return Tool(name, schema, bool(function.get("strict")), tool)
+    return Tool(name, parameters, bool(function.get("strict")), tool)
 
 
 def _parse_choice(choice: Any, tools: Tools) -> tuple[Literal["none", "auto", "required", "named"], str]:

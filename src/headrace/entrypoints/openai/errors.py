@@ -111,6 +111,9 @@ def describe(error: BaseException, request_id: str = "") -> ErrorInfo:
             return ErrorInfo(500, message, None, "request_failed")
         case HTTPException():
             return ErrorInfo(error.status_code, str(error.detail))
+        case RecursionError():
+            # Nothing is as deep but what a client nests: a body may be just shallow enough to be read.
+            return ErrorInfo(400, "the body is nested too deep", None, "nested_too_deep")
         case _:
             logger.error("unexpected error while answering request %s", request_id, exc_info=error)
             return ErrorInfo(500, f"internal error; the server's log has the cause{named}", None, "internal_error")

@@ -19,7 +19,9 @@ PYTHON_TAG = "<|python_tag|>"
 TOOL_CALLS, ARGS = "[TOOL_CALLS]", "[ARGS]"
 
 _ANY_ARGUMENTS = {"type": "object"}
-_AS_KEYWORDS = frozenset({"type", "properties", "required", "additionalProperties", "$defs", "definitions"})
+_AS_KEYWORDS = frozenset(
+    {"type", "title", "description", "properties", "required", "additionalProperties", "$defs", "definitions"}
+)
 
 
 def _schema(tool: Tool) -> dict[str, Any]:
@@ -76,9 +78,10 @@ def tag_pythonic(tools: Tools) -> dict[str, Any]:
 
 def _keywords(schema: Mapping[str, Any]) -> list[Any] | None:
     """The keyword arguments that an object's properties make, required ones first; ``None`` where that is not all."""
-    properties = schema.get("properties", {})
-    required = schema.get("required", ())
-    plain = schema.keys() - _AS_KEYWORDS == set() and set(required) <= properties.keys()
+    properties, required = schema.get("properties", {}), schema.get("required", [])
+    if not isinstance(properties, dict) or not isinstance(required, list):
+        return None
+    plain = schema.keys() <= _AS_KEYWORDS and all(isinstance(name, str) and name in properties for name in required)
     names_are_words = all(name.isidentifier() and not keyword.iskeyword(name) for name in properties)
     if not (plain and names_are_words and all(_stands_alone(ref) for ref in _references(properties))):
         return None
@@ -97,14 +100,15 @@ def _keywords(schema: Mapping[str, Any]) -> list[Any] | None:
 
 def _references(node: Any) -> Iterable[str]:
     """All references in a schema."""
-    if isinstance(node, dict):
-        if isinstance(node.get("$ref"), str):
-            yield node["$ref"]
-        for value in node.values():
-            yield from _references(value)
-    elif isinstance(node, list):
-        for item in node:
-            yield from _references(item)
+    waiting = [node]
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, dict):
+            if isinstance(one.get("$ref"), str):
+                yield one["$ref"]
+            waiting += one.values()
+        elif isinstance(one, list):
+            waiting += one
 
 
 def _stands_alone(reference: str) -> bool:
