@@ -253,6 +253,25 @@ def test_b043_a_short_prompt_passes_inside_a_long_one_under_the_threshold() -> N
     assert driver.steps[-1].num_scheduled_tokens["short"] == 5
 
 
+@DEPTHS
+def test_b043_a_short_prompt_does_not_wait_for_a_whole_long_one(depth: int) -> None:
+    """Without any setting; each in its turn, and the step stays full."""
+    driver = Driver(make_kv(300), depth=depth, max_model_len=512, max_num_batched_tokens=32)
+    driver.add(make_request("long", prompt(1, 400), 2))
+    driver.turn()
+    shorts = [make_request(f"s{i}", prompt(2 + i, 5), 2) for i in range(3)]
+    driver.add(*shorts)
+    for _ in range(6 * depth):
+        driver.turn()
+    assert all(request.request_id in driver.ended for request in shorts)
+    assert "long" not in driver.ended
+    chunks = [step.total_num_scheduled_tokens for step in driver.steps if step.num_scheduled_tokens.get("long", 0) > 1]
+    assert set(chunks[:5]) == {32}, chunks
+    driver.run()
+    for request in (*shorts, make_request("long", prompt(1, 400), 2)):
+        assert driver.tokens[request.request_id] == expected_tokens(request, 512)
+
+
 def test_long_prompts_share_a_step() -> None:
     driver = Driver(make_kv(300), max_model_len=512, max_num_batched_tokens=32, long_prefill_token_threshold=24)
     driver.add(*[make_request(f"p{i}", prompt(i, 200), 2) for i in range(3)])
