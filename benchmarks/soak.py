@@ -35,6 +35,7 @@ SETTINGS: dict[str, Any] = {
     "num_kv_blocks": 48,
 }
 TIMEOUT_S = 60.0
+REAL_TIMEOUT_S = 300.0
 MEMORY_SLACK_MIB = 24.0
 LOG_CHARS = 20_000
 WORDS = [
@@ -119,8 +120,9 @@ class Client:
                 await self._stream(path, body, rng.randrange(4), None)
             else:
                 await self._stream(path, body | {"request_id": f"r{rng.getrandbits(60)}"}, None, rng.random() * 0.05)
-        except httpx.HTTPError as error:
-            self._check(False, f"{kind}: {type(error).__name__}: {error}")
+        except* httpx.HTTPError as group:
+            for error in group.exceptions:
+                self._check(False, f"{kind}: {error!r}")
 
     async def _whole(self, path: str, body: dict[str, Any]) -> None:
         reply = await self._http.post(path, json=body)
@@ -302,7 +304,8 @@ async def run(args: argparse.Namespace) -> int:
         step_s = None if args.real else 0.001
         server = Server(Path(folder) / "log", model=args.model, step_s=step_s, **SETTINGS)
         limits = httpx.Limits(max_connections=2 * args.clients + 4)
-        async with httpx.AsyncClient(base_url=server.url, timeout=TIMEOUT_S, limits=limits, trust_env=False) as http:
+        timeout_s = REAL_TIMEOUT_S if args.real else TIMEOUT_S
+        async with httpx.AsyncClient(base_url=server.url, timeout=timeout_s, limits=limits, trust_env=False) as http:
             soak = Soak(server, http, args)
             try:
                 await soak.run()
