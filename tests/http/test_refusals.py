@@ -317,6 +317,7 @@ async def test_contradictions(service: Service) -> None:
     limits = {"max_tokens": 2, "max_completion_tokens": 3}
     for body in (both, limits, {"top_logprobs": 3, "logprobs": False}, {"top_logprobs": 3}, {"max_tokens": 0}):
         await refused(service, CHAT, {**BODIES[CHAT], **body})
+    assert (await service.chat(top_logprobs=0, logprobs=False)).status_code == 200, "nobody asks for any"
     assert (await service.chat(max_tokens=2, max_completion_tokens=2)).status_code == 200
     for path in (COMPLETION, CHAT):
         await refused(service, path, {**BODIES[path], "stream": True, "prompt_logprobs": 1})

@@ -163,6 +163,17 @@ async def test_logprobs_go_with_the_item_of_their_tokens(
     assert [text for text, _ in shown_logprobs(events)] == ["Look.", "Done é."]
 
 
+async def test_allowed_tools(start_service: StartService, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.http_service.MAX_LEN", 1024)
+    monkeypatch.setattr("tests.http_service.make_architecture", partial(make_architecture, max_position=1024))
+    service = await start_service()
+    choice = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "get_weather"}]}
+    service.say('[{"name": "get_weather", "arguments": {"city": "Rome"}}]')
+    answer, _ = await both(service, tools=[WEATHER, {**WEATHER, "name": "other"}], tool_choice=choice)
+    assert [item["name"] for item in answer["output"]] == ["get_weather"]
+    assert answer["tool_choice"] == choice
+
+
 async def test_the_official_client(start_service: StartService) -> None:
     service = await start_service()
     client = openai.AsyncOpenAI(base_url=f"{service.url}/v1", api_key="none")

@@ -223,6 +223,27 @@ async def test_a_call_that_is_cut_ends_in_good_order(service: Service, choice: A
     await both(service, tools=TOOLS, tool_choice=choice)
 
 
+def allowed(mode: str, *names: str) -> dict[str, Any]:
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
+async def test_functions_that_are_shown_but_not_allowed(service: Service) -> None:
+    service.say(TWO)
+    got = await both(service, tools=TOOLS, tool_choice=allowed("auto", "add"))
+    assert got["calls"] == CALLS[:1]
+    assert "<tool_call>" in got["content"], "what may not be called is text"
+    prompt = service.tokenizer.decode(service.core.added[-1].prompt_token_ids)
+    assert '"name": "add"' in prompt and '"name": "sub"' in prompt
+    service.say('[{"name": "sub", "arguments": {}}]')
+    assert (await both(service, tools=TOOLS, tool_choice=allowed("required", "sub")))["calls"] == [["sub", "{}"]]
+    constraint = service.core.added[-1].sampling.structured_outputs
+    assert constraint is not None and '"add"' not in (constraint.json or "")
+    for choice in (allowed("none", "add"), allowed("auto"), allowed("auto", "nope"), {"type": "allowed_tools"}):
+        error = await refused(service, CHAT, {**BODIES[CHAT], "tools": TOOLS, "tool_choice": choice})
+        assert error["param"].startswith("tool_choice")
+
+
 ODD = tool("odd", type="object", properties={"a": {"$ref": "#/x"}}, uniqueItems=True)
 STRICT_ODD = {"type": "function", "function": {**ODD["function"], "strict": True}}
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -23,7 +23,7 @@ _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """One function: its name, the JSON schema of its arguments, and how the client wrote it.
+    """One function: its name and the JSON schema of its arguments.
 
     The schema has been checked where something is to hold to it; any other is the model's to read alone.
     """
@@ -31,7 +31,6 @@ class Tool:
     name: str
     parameters: dict[str, Any]
     strict: bool
-    source: dict[str, Any]
 
 
 Tools = Mapping[str, Tool]
@@ -44,17 +43,19 @@ MakeTag = Callable[[Tools], dict[str, Any]]
 class ToolPlan:
     """What a request wants with tools.
 
-    ``mode`` is ``none`` when nothing is to be looked for in the answer. ``name`` is set under ``named`` alone.
+    ``tools`` may be called; the model is shown ``sources``, which may be more. ``mode`` is ``none`` when nothing is to
+    be looked for in the answer. ``name`` is set under ``named`` alone.
     """
 
     tools: Tools = field(default_factory=dict)
+    sources: Sequence[dict[str, Any]] = ()
     mode: Literal["none", "auto", "required", "named"] = "none"
     name: str = ""
     parallel: bool = True
 
     def for_template(self) -> list[dict[str, Any]] | None:
         """The tools as chat templates take them."""
-        return None if self.mode == "none" else [tool.source for tool in self.tools.values()]
+        return None if self.mode == "none" else list(self.sources)
 
     def constraint(self, make_tag: MakeTag) -> StructuredOutputParams | None:
         """The constraint that makes sure of calls, or of the arguments of strict functions where the model decides.
@@ -91,12 +92,14 @@ def plan_tools(tools: Any, tool_choice: Any, parallel: bool | None, most: Limits
         InvalidRequestError: a wrong shape, an unknown function, or a choice without tools.
     """
     known = _parse_tools(tools, most)
+    tool_choice, allowed = _parse_allowed(tool_choice, known)
     mode, name = _parse_choice(tool_choice, known)
     for place, tool in enumerate(known.values()):
         if tool.strict or mode == "required" or (mode == "named" and tool.name == name):
             schema = clean_schema(tool.parameters, f"tools[{place}].function.parameters", most)
             known[tool.name] = replace(tool, parameters=schema)
-    return ToolPlan(known, mode, name, parallel is not False)
+    callable_ = {name: tool for name, tool in known.items() if name in allowed}
+    return ToolPlan(callable_, tools or (), mode, name, parallel is not False)
 
 
 def _parse_tools(tools: Any, most: LimitsSection) -> dict[str, Tool]:
@@ -136,7 +139,24 @@ def _parse_tool(where: str, tool: Any) -> Tool:
     if not isinstance(parameters, dict) or parameters.get("type", "object") != "object":
         message = f"{where}.function.parameters must be the JSON schema of an object"
         raise InvalidRequestError(message, param=f"{where}.function.parameters")
-    return Tool(name, parameters, bool(function.get("strict")), tool)
+    return Tool(name, parameters, bool(function.get("strict")))
+
+
+def _parse_allowed(choice: Any, tools: Tools) -> tuple[Any, Collection[str]]:
+    """The choice itself, and which functions it leaves: all, but for ``allowed_tools``, which names them."""
+    if not isinstance(choice, dict) or choice.get("type") != "allowed_tools":
+        return choice, tools.keys()
+    described = choice.get("allowed_tools")
+    mode = described.get("mode") if isinstance(described, dict) else None
+    named = described.get("tools") if isinstance(described, dict) else None
+    if mode not in ("auto", "required") or not isinstance(named, list) or not named:
+        message = "tool_choice.allowed_tools needs a mode (auto or required) and tools"
+        raise InvalidRequestError(message, param="tool_choice.allowed_tools")
+    allowed = {_parse_choice(one, tools)[1] for one in named}
+    if "" in allowed:
+        message = "tool_choice.allowed_tools.tools must name functions"
+        raise InvalidRequestError(message, param="tool_choice.allowed_tools")
+    return mode, allowed
 
 
 def _parse_choice(choice: Any, tools: Tools) -> tuple[Literal["none", "auto", "required", "named"], str]:

@@ -59,6 +59,8 @@ def check_content_type(request: Request) -> None:
     kind = content_type.partition(";")[0].strip().lower()
     if kind != "application/json" and not kind.endswith("+json"):
         raise ApiError(415, "the body must be JSON with Content-Type application/json")
+    if request.headers.get("content-encoding", "identity").strip().lower() != "identity":
+        raise ApiError(415, "the body must not be compressed; leave Content-Encoding out")
 
 
 async def read(context: ServerContext, request: Request, kind: type[T]) -> T:

@@ -35,7 +35,7 @@ def check_chat(body: ChatRequest) -> None:
     if body.max_tokens is not None and body.max_completion_tokens not in (None, body.max_tokens):
         message = "max_tokens and max_completion_tokens must not differ; max_tokens is the older name"
         raise InvalidRequestError(message, param="max_tokens")
-    if body.top_logprobs is not None and not body.logprobs:
+    if body.top_logprobs and not body.logprobs:
         raise InvalidRequestError("top_logprobs needs logprobs: true", param="top_logprobs")
     if body.stream and body.prompt_logprobs is not None:
         raise InvalidRequestError("prompt_logprobs cannot be streamed", param="prompt_logprobs")
@@ -186,7 +186,8 @@ class ChatCall:
         return self.counter.usage(self.parts.num_reasoning_tokens)
 
     def _head(self, kind: str) -> dict[str, Any]:
-        return {"id": self.answer_id, "object": kind, "created": self.created, "model": self.model}
+        head = {"id": self.answer_id, "object": kind, "created": self.created, "model": self.model}
+        return {**head, "system_fingerprint": self.context.fingerprint}
 
     def logprob_items(self, one: CompletionOutput) -> list[dict[str, Any]]:
         """An entry per token."""

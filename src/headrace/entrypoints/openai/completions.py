@@ -119,10 +119,7 @@ class CompletionCall:
                 self.counter.add(index, output, len(one.token_ids))
                 choices.append(self._full_choice(index, output, one))
         return {
-            "id": self.answer_id,
-            "object": "text_completion",
-            "created": self.created,
-            "model": self.model,
+            **self._head(),
             "choices": choices,
             "usage": self.counter.usage(),
         }
@@ -182,7 +179,8 @@ class CompletionCall:
             yield event({**self._head(), "choices": [], "usage": self.counter.usage()})
 
     def _head(self) -> dict[str, Any]:
-        return {"id": self.answer_id, "object": "text_completion", "created": self.created, "model": self.model}
+        head = {"id": self.answer_id, "object": "text_completion", "created": self.created, "model": self.model}
+        return {**head, "system_fingerprint": self.context.fingerprint}
 
     def _make_choice(self, number: int) -> _Choice:
         shape = {"index": number, "text": _MARK, "logprobs": None, "finish_reason": None, "stop_reason": None}

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import headrace
 from headrace.base.errors import EngineDeadError, InvalidRequestError
+from headrace.config.sections import EngineConfig
 from headrace.entrypoints.openai.errors import public_cause
 from headrace.entrypoints.openai.options import ServerOptions
 from headrace.entrypoints.openai.responses_store import ResponseStore
@@ -17,6 +20,18 @@ from headrace.observability.metrics import EngineMetrics
 if TYPE_CHECKING:
     from headrace.frontend.async_llm import AsyncLLM
     from headrace.frontend.tokenizer import Tokenizer
+
+
+def make_fingerprint(config: EngineConfig) -> str:
+    """A name for what decides the tokens of a seeded request: the same name, the same tokens."""
+    model, shape = config.model, config.architecture
+    decisive = (
+        *(config.model_path, shape.weight_format, model.quantization, model.dtype, model.activations),
+        *(config.cache.kv_cache_dtype, config.device.platform, config.device.ops),
+        *(config.parallel.tensor_parallel_size, config.parallel.pipeline_parallel_size),
+    )
+    digest = hashlib.sha256(repr(decisive).encode()).hexdigest()[:8]
+    return f"headrace-{headrace.__version__}-{digest}"
 
 
 class ServerContext:
@@ -38,6 +53,7 @@ class ServerContext:
         self.options = options
         self.metrics = metrics
         self.started = int(time.time())
+        self.fingerprint = make_fingerprint(llm.config)
         self.draining = False
         self.num_in_flight = 0
         self.responses = ResponseStore(options.response_store)

@@ -91,15 +91,20 @@ async def describe_requests(context: ServerContext, count: int) -> list[dict[str
     now = llm.now()
     found = await ask(context, "requests")
     rows = []
-    found.sort(key=lambda one: 2 if one["finished"] else 0 if one["admitted"] else 1)
-    for one in found[:count]:
+    order = {"running": 0, "preempted": 1, "waiting": 2, "finished": 3}
+    found.sort(key=lambda one: order[one["state"]])
+    num_live = sum(not one["finished"] for one in found)
+    # However many wait, some that ended are shown too.
+    num_shown = max(count - (len(found) - num_live), count * 3 // 4)
+    shown = [*found[: min(num_live, num_shown)], *found[num_live:]]
+    for one in shown[:count]:
         end = one["finished"] or now
         rows.append(
             {
                 "id": llm.marks.name_of(one["request_id"]),
                 "request_id": one["request_id"],
-                "state": "finished" if one["finished"] else "running" if one["admitted"] else "waiting",
-                "waiting_reason": one["waiting"] if not one["admitted"] else "",
+                "state": one["state"],
+                "waiting_reason": one["waiting"],
                 "finish_reason": one["finish_reason"],
                 "num_prompt_tokens": one["num_prompt_tokens"],
                 "num_cached_tokens": one["local_hit"],

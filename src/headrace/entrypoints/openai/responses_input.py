@@ -189,6 +189,10 @@ def _tool(where: str, tool: Any) -> dict[str, Any]:
 def _tool_choice(choice: Any) -> Any:
     if isinstance(choice, dict) and choice.get("type") == "function" and "function" not in choice:
         return {"type": "function", "function": {"name": choice.get("name")}}
+    if isinstance(choice, dict) and choice.get("type") == "allowed_tools" and "allowed_tools" not in choice:
+        named = choice.get("tools")
+        tools = [_tool_choice(one) for one in named] if isinstance(named, list) else named
+        return {"type": "allowed_tools", "allowed_tools": {"mode": choice.get("mode"), "tools": tools}}
     return choice
 
 
