@@ -16,10 +16,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
+import time
 from pathlib import Path
 
 from headrace.base.errors import ConfigError
 from headrace.config.flags import add_flags, settings_from_args
+
+PROGRESS_S = 10.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -54,9 +57,16 @@ async def _run(args: argparse.Namespace) -> int:
         name = llm.config.model.served_model_name or llm.config.model.model
         context = ServerContext(llm, name, ServerOptions(), EngineMetrics(name, llm.config.max_model_len))
         with tqdm(total=total, unit="line", file=sys.stderr, disable=None) as bar:
+            num_done, told = 0, time.monotonic()
 
             def advance() -> None:
+                nonlocal num_done, told
+                num_done += 1
                 bar.update()
+                # In a log there is a line now and then instead of a bar.
+                if bar.disable and time.monotonic() - told >= PROGRESS_S:
+                    told = time.monotonic()
+                    print(f"{num_done} of {total} lines", file=sys.stderr, flush=True)
 
             window = 2 * llm.config.scheduler.max_num_seqs
             tally = await BatchRun(context, args.input, args.output, window, advance).run()
