@@ -206,6 +206,9 @@ def test_options_are_flags() -> None:
     words: list[Any] = ["--port", "9", "--api-key", "a", "--api-key", "b", "--max-body", "1MiB", "--access-log"]
     options = options_from_args(parser.parse_args(words))
     assert (options.port, options.api_key, options.max_body, options.access_log) == (9, ("a", "b"), 1 << 20, True)
+    for key in ("", " "):
+        with pytest.raises(ConfigError, match="--api-key must not be empty"):
+            options_from_args(parser.parse_args(["--api-key", "a", "--api-key", key]))
 
 
 def test_useless_settings_are_found_before_the_model_is_loaded(tmp_path: Path) -> None:

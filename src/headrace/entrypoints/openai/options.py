@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import MISSING, Field, dataclass, field, fields
 from typing import Any, get_type_hints
 
+from headrace.base.errors import ConfigError
 from headrace.config.sections import setting
 from headrace.config.units import parse_size
 
@@ -72,7 +73,13 @@ def _size(text: str) -> int:
 
 
 def options_from_args(args: argparse.Namespace) -> ServerOptions:
-    """The options that the flags set."""
+    """The options that the flags set.
+
+    Raises:
+        ConfigError: a key that is empty, as from a variable that is not set; it would leave the server open.
+    """
     given: dict[str, Any] = {one.name: getattr(args, one.name) for one in fields(ServerOptions)}
     given |= {name: tuple(given[name] or ()) for name in ("api_key", "allowed_origin")}
+    if not all(key.strip() for key in given["api_key"]):
+        raise ConfigError("--api-key must not be empty; leave it out for a server that anybody may call")
     return ServerOptions(**given)
