@@ -16,6 +16,7 @@ import httpx
 import pytest
 
 from headrace.entrypoints.cli.main import main
+from headrace.entrypoints.openai.insight import describe_requests
 from headrace.frontend.tokenizer import Tokenizer
 from headrace.observability.explain import CAUSES, MISSES, as_text, explain_request
 from headrace.observability.marks import MarkBook, Marks
@@ -249,6 +250,22 @@ async def test_lists_and_traces(start: StartLive) -> None:
     assert kinds == {"M", "X", "C", "s", "f"}
     named = [e["args"]["name"] for e in events if e["ph"] == "M" and e["name"] == "thread_name"]
     assert "cmpl-a" in named and "steps" in named
+
+
+async def test_a_crowd_that_waits_does_not_hide_what_ended(start: StartLive) -> None:
+    live = await start(step_s=0.002, max_num_seqs=1)
+    for number in range(4):
+        await live.complete(f"early{number}", max_tokens=1)
+    crowd = [asyncio.create_task(live.complete(f"late{number}", max_tokens=60)) for number in range(12)]
+    async with asyncio.timeout(10):
+        while len(await describe_requests(live.context, 100)) < 16:
+            await asyncio.sleep(0.01)
+    rows = await describe_requests(live.context, 8)
+    assert [row["state"] for row in rows] == ["running"] + 5 * ["waiting"] + 2 * ["finished"]
+    assert rows[0]["num_output_tokens"] >= 0 and rows[1]["waiting_reason"] == "running_limit"
+    for task in crowd:
+        task.cancel()
+    await asyncio.gather(*crowd, return_exceptions=True)
 
 
 def test_marks_are_bounded() -> None:

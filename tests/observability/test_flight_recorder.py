@@ -159,6 +159,23 @@ def test_lifetimes_of_blocks_are_measured_when_asked() -> None:
     assert WatchedCore().core.perform(_query("stats"))["histograms"].keys() == {"step_tokens"}
 
 
+def test_states_of_requests() -> None:
+    core = WatchedCore(num_kv_blocks=17, max_model_len=64, watermark=0.0, max_num_seqs=2)
+    core.add(make_request("old", prompt(1, 28), 30), make_request("new", prompt(2, 28), 30))
+    core.add(make_request("next", prompt(3, 8), 2))
+    seen: dict[str, list[str]] = {}
+    while core.core.has_work:
+        core.step()
+        for one in core.core.perform(_query("requests")):
+            states = seen.setdefault(one["request_id"], [])
+            if one["state"] not in states[-1:]:
+                states.append(one["state"])
+            assert bool(one["waiting"]) == (one["state"] in ("waiting", "preempted"))
+    assert seen["old"] == ["running", "finished"]
+    assert seen["new"][:3] == ["running", "preempted", "running"]
+    assert seen["next"] == ["waiting", "running", "finished"]
+
+
 def test_a_failed_step_is_named() -> None:
     core = WatchedCore(faults=FaultPlan(fail_forward=frozenset({3})))
     core.run(make_request("a", prompt(1, 6), 8), make_request("b", prompt(2, 6), 8))

@@ -51,7 +51,7 @@ from headrace.messages.request_output import RequestOutput
 from headrace.messages.requests import AnyControl, Drain, EngineCoreRequest, Query
 from headrace.messages.sampling_params import SamplingParams
 from headrace.observability.explain import explain_request
-from headrace.observability.marks import MAX_PROMPT_CHARS, MarkBook, Marks
+from headrace.observability.marks import CURRENT, MAX_PROMPT_CHARS, MarkBook, Marks
 
 logger = get_logger(__name__)
 T = TypeVar("T")
@@ -270,7 +270,9 @@ class AsyncLLM:
         special = extras.pop("add_special_tokens", True)
         marks, began = self.marks.open(arrival), self._clock.monotonic()
         tokens = await self.tokenize_all(prompts, special)
-        marks.tokenising.append((began, self._clock.monotonic()))
+        if CURRENT.get() is None:
+            # Below an edge the time is marked where it is spent.
+            marks.tokenising.append((began, self._clock.monotonic()))
         requests = [
             self.input.make_request(prompt, own, external_id=request_id, arrival=arrival, **extras)
             for prompt, own in zip(tokens, params, strict=True)

@@ -131,9 +131,8 @@ def _first_token(spans: list[dict[str, Any]]) -> float | None:
 def _state(marks: Marks, request_id: str, core: dict[str, Any] | None) -> str:
     if request_id in marks.ends:
         return "finished"
-    if core is None:
-        return "unknown"
-    return "running" if core.get("admitted") else "waiting"
+    state: str = (core or {}).get("state", "unknown")
+    return state
 
 
 def _collect(

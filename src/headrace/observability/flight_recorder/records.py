@@ -151,3 +151,12 @@ class RequestLog:
     finished: float = 0.0
     finish_reason: str = ""
     num_output_tokens: int = 0
+
+    @property
+    def state(self) -> str:
+        """``waiting``, ``running``, ``preempted`` or ``finished``."""
+        if self.finished:
+            return "finished"
+        if not self.admissions:
+            return "waiting"
+        return "preempted" if len(self.preemptions) == len(self.admissions) else "running"

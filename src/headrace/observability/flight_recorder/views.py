@@ -114,6 +114,7 @@ def _describe(log: RequestLog, shared_reason: str = "") -> dict[str, Any]:
     own = log.waits[-1][1] if log.waits else shared_reason
     return {
         "request_id": log.request_id,
+        "state": log.state,
         "num_prompt_tokens": log.num_prompt_tokens,
         "num_output_tokens": log.num_output_tokens,
         "queued": log.queued,
@@ -122,5 +123,5 @@ def _describe(log: RequestLog, shared_reason: str = "") -> dict[str, Any]:
         "finish_reason": log.finish_reason,
         "num_preemptions": len(log.preemptions),
         "local_hit": log.prefix.get("local_hit", 0),
-        "waiting": own if not log.admissions else "",
+        "waiting": own if log.state in ("waiting", "preempted") else "",
     }

@@ -119,7 +119,7 @@ async function follow() {
         if (mine !== following) return;
         setLink("live", "live");
         history.take(tick);
-        showGraphs(tick.stats);
+        showGraphs(tick.stats, history.steps);
         if (!frozen && document.visibilityState !== HIDDEN) draw();
       }
       setLink("error", "the server ended the feed");

@@ -70,7 +70,7 @@ export function showRequests(requests, open) {
 function requestRow(one, open) {
   const ended = one.state === "finished";
   const state = ended ? one.finish_reason : one.state;
-  const text = one.waiting_reason ? `waiting: ${words(one.waiting_reason)}` : words(state);
+  const text = one.waiting_reason && state === "waiting" ? `waiting: ${words(one.waiting_reason)}` : words(state);
   const act = (event) => {
     if (event.type === "keydown" && event.key !== "Enter") return;
     // Or the same key would press the first button of what it opens.
@@ -112,9 +112,15 @@ export function showStep(step) {
   );
 }
 
-export function showGraphs(stats) {
+// How many steps ran in each graph mode, and why the latest one ran in its own.
+export function showGraphs(stats, steps) {
   const modes = Object.entries(stats.graph_steps ?? {}).map(([mode, count]) => `${mode} ${number(count)}`);
-  $("graphs").textContent = modes.length ? `Steps by graph mode: ${modes.join(", ")}` : "";
+  const why = new Map(steps.filter((step) => step.graph_mode).map((step) => [step.graph_mode, step.graph_reason]));
+  const items = [...why].map(([mode, reason]) => el("li", {}, `${mode}: ${reason || "no reason told"}`));
+  $("graphs").replaceChildren(
+    modes.length ? el("p", { class: "choice" }, el("b", {}, "Graphs "), `${modes.join(", ")} steps`) : "",
+    el("ul", { class: "plain quiet" }, ...items),
+  );
 }
 
 export function showSetup(setup) {
@@ -126,7 +132,7 @@ export function showSetup(setup) {
     el("p", { class: "choice" }, el("b", {}, "Attention "), setup.attention.chosen || "not told"),
     refused.length ? el("p", { class: "quiet" }, "Not chosen") : "",
     el("ul", { class: "plain quiet" }, ...refused.map(([name, why]) => el("li", {}, `${name}: ${why}`))),
-    el("p", { class: "quiet", id: "graphs" }),
+    el("div", { id: "graphs" }),
   );
   const colours = ["host", "prefill", "decode", "waiting", "client", "recompute", "beside", "shared", "cached"];
   const shades = (rows) => (name) => colours[rows.findIndex(([one]) => one === name) % colours.length];
