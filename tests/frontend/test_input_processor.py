@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from headrace.frontend.chat import ChatTemplate
 from headrace.frontend.fan_out import fan_out
 from headrace.frontend.input_processor import InputProcessor, PromptTokens
 from headrace.frontend.seeds import child_seed, derive_seed
@@ -71,3 +72,14 @@ def test_without_a_tokenizer_ids_still_work() -> None:
     source = make_input(None)
     assert source.tokenize([1, 2]).token_ids == [1, 2]
     assert submit(source).prompt_token_ids == [5, 6]
+
+
+def test_a_chat_begins_with_bos_unless_it_is_not_to(byte_fallback: Tokenizer) -> None:
+    source = make_input(byte_fallback)
+    messages = [{"role": "user", "content": "ab"}]
+    for text, told in (("{{ messages[0].content }}", False), ("<s>{{ messages[0].content }}", True)):
+        template = ChatTemplate(text, {})
+        plain = source.tokenize_chat(template, messages).token_ids
+        bare = source.tokenize_chat(template, messages, add_special_tokens=False).token_ids
+        assert plain.count(1) == 1 and plain[0] == 1
+        assert bare == (plain if told else plain[1:])

@@ -111,18 +111,35 @@ class InputProcessor:
         return tokens
 
     def tokenize_chat(
-        self, template: ChatTemplate | None, messages: Sequence[Mapping[str, Any]], **options: Any
+        self,
+        template: ChatTemplate | None,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_special_tokens: bool = True,
+        **options: Any,
     ) -> PromptTokens:
-        """Return the prompt of a conversation; the options are those of `ChatTemplate.render`."""
+        """Return the prompt of a conversation.
+
+        Args:
+            template: of the model.
+            messages: the conversation.
+            add_special_tokens: begin with BOS where the model wants one and the template wrote none.
+            options: those of `ChatTemplate.render`.
+        """
         if template is None or self.tokenizer is None:
             message = "the model has no chat template; start the server with --chat-template, or send a prompt"
             raise InvalidRequestError(message, param="messages", code="no_chat_template")
         validation.check_chat_size(messages, options.get("tools"), self.limits)
         text = template.render(messages, **options)
         self.num_chars(text)
-        tokens = PromptTokens(self.tokenizer.encode_chat(text), text)
+        encode = self.tokenizer.encode_chat if add_special_tokens else self._encode_bare
+        tokens = PromptTokens(encode(text), text)
         validation.check_prompt(tokens.token_ids, self.limits)
         return tokens
+
+    def _encode_bare(self, text: str) -> list[int]:
+        assert self.tokenizer is not None
+        return self.tokenizer.encode(text, add_special_tokens=False)
 
     def make_request(
         self,

@@ -103,6 +103,7 @@ async def render(
     return await context.llm.tokenize_chat(
         messages,
         tools=tools,
+        add_special_tokens=body.add_special_tokens is not False,
         add_generation_prompt=generation,
         continue_final_message=bool(body.continue_final_message),
         chat_template_kwargs={**read_effort(context, effort), **(body.chat_template_kwargs or {})},
