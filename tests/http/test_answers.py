@@ -80,6 +80,24 @@ async def test_echo_with_logprobs(service: Service, stream: bool) -> None:
         offset += len(token)
 
 
+@pytest.mark.parametrize("echo", [False, True])
+async def test_prompts_times_answers_are_the_same_streamed_and_whole(service: Service, echo: bool) -> None:
+    body = {"prompt": ["ab", "cde"], "n": 3, "echo": echo, "logprobs": 1, "return_token_ids": True, "user": "me"}
+    whole = (await service.complete(**body)).json()
+    assert [choice["index"] for choice in whole["choices"]] == list(range(6))
+    assert whole["usage"]["prompt_tokens"] == 5, "a prompt counts once"
+    events, done = events_of((await service.complete(**body, stream=True)).text)
+    assert done
+    for choice in whole["choices"]:
+        parts = [one for event in events for one in event["choices"] if one["index"] == choice["index"]]
+        assert "".join(part["text"] for part in parts) == choice["text"]
+        assert choice["text"].startswith(("ab" if choice["index"] < 3 else "cde") if echo else "hello")
+        for key in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+            assert [one for part in parts for one in part["logprobs"][key]] == choice["logprobs"][key]
+        assert [one for part in parts for one in part["token_ids"]] == choice["token_ids"]
+        assert parts[-1]["finish_reason"] == choice["finish_reason"] == "stop"
+
+
 async def test_completion_logprobs_and_ids(service: Service) -> None:
     service.say("ab", end=False)
     answer = (await service.complete(max_tokens=2, logprobs=2, return_token_ids=True, prompt_logprobs=1)).json()

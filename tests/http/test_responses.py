@@ -350,5 +350,6 @@ async def test_faults_are_typed_events(start_service: StartService) -> None:
     service.core.die("RuntimeError: SECRET")
     events = typed((await pending).text)
     assert events[-1]["type"] == "error"
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
     assert "the engine has stopped: RuntimeError" in events[-1]["message"]
     assert "SECRET" not in json.dumps(events[-1])

@@ -5,7 +5,7 @@ A stream's status is sent with its first event, so that whatever fails before th
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from typing import Any, Protocol
 
 import msgspec
@@ -20,6 +20,8 @@ from headrace.entrypoints.openai.context import ServerContext
 from headrace.entrypoints.openai.generation import Work
 from headrace.entrypoints.openai.protocol import ChatRequest, CompletionRequest
 from headrace.entrypoints.openai.sse import EventStream, until_hangup
+
+MakeStream = Callable[[bytes, AsyncGenerator[bytes, None]], EventStream]
 
 
 class Call(Protocol):
@@ -77,9 +79,9 @@ async def answer(context: ServerContext, call: Call) -> bytes:
 
 
 async def deliver(
-    context: ServerContext, call: Call, request: Request, stream: bool, kind: type[EventStream] = EventStream
+    context: ServerContext, call: Call, request: Request, stream: bool, make_stream: MakeStream = EventStream
 ) -> Response:
-    """Answer whole or as a stream of this kind."""
+    """Answer whole or as a stream."""
     if not stream:
         data = await until_hangup(answer(context, call), request.receive)
         return Response(data, media_type="application/json")
@@ -89,4 +91,4 @@ async def deliver(
     except BaseException:
         await events.aclose()
         raise
-    return kind(first, events)
+    return make_stream(first, events)

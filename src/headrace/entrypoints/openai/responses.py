@@ -28,7 +28,7 @@ from headrace.entrypoints.openai.responses_input import RULES, STORED_RULES, as_
 from headrace.entrypoints.openai.responses_items import ItemBuilder
 from headrace.entrypoints.openai.responses_store import StoredResponse, get_owner
 from headrace.entrypoints.openai.sampling import check_stream_fields
-from headrace.entrypoints.openai.sse import EventStream, typed_event
+from headrace.entrypoints.openai.sse import EventStream
 from headrace.entrypoints.openai.token_cutter import TokenCutter
 from headrace.messages.request_output import CompletionOutput, RequestOutput
 
@@ -37,7 +37,11 @@ async def respond(context: ServerContext, request: Request) -> Response:
     """``POST /v1/responses``."""
     body = await read(context, request, ResponsesRequest)
     call = await ResponsesCall.prepare(context, body, name_request(request, body.request_id))
-    return await deliver(context, call, request, bool(body.stream), TypedStream)
+
+    def make_stream(first: bytes, events: AsyncGenerator[bytes, None]) -> TypedStream:
+        return TypedStream(first, events, call.builder)
+
+    return await deliver(context, call, request, bool(body.stream), make_stream)
 
 
 class TypedStream(EventStream):
@@ -45,10 +49,13 @@ class TypedStream(EventStream):
 
     end = b""
 
+    def __init__(self, first: bytes, events: AsyncGenerator[bytes, None], builder: ItemBuilder) -> None:
+        super().__init__(first, events)
+        self._builder = builder
+
     def _last_words(self, error: Exception) -> bytes:
         info = describe(error, self._request_id)
-        fault = {"type": "error", "code": info.code, "message": info.message, "param": info.param}
-        return typed_event({**fault, "sequence_number": 0})
+        return self._builder.event("error", code=info.code, message=info.message, param=info.param)
 
 
 @dataclass(frozen=True, slots=True)
