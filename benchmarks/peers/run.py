@@ -6,10 +6,15 @@ import argparse
 import json
 import platform
 import random
+import select
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -18,6 +23,9 @@ from tqdm import tqdm
 
 HERE = Path(__file__).resolve().parent
 ENGINES = HERE / "engines"
+PEERS = ("llama_cpp", "openvino", "vllm_cpu")
+START_TIMEOUT_S = 600.0
+CASE_TIMEOUT_S = 900.0
 
 
 @dataclass(frozen=True)
@@ -40,39 +48,55 @@ class Case:
 CASES = [Case(1, 32, 128), Case(8, 32, 128), Case(32, 32, 128), Case(8, 1024, 1), Case(32, 256, 64)]
 
 
+class EngineError(Exception):
+    """An engine ended or does not answer."""
+
+
 class Engine:
-    """A running engine process that answers cases."""
+    """A process that answers cases with one engine."""
 
     def __init__(self, name: str, command: list[str]) -> None:
         self.name = name
-        self._log = (Path("/tmp") / f"peer-{name}.log").open("w")
+        self.description = ""
+        self._log = (Path(tempfile.gettempdir()) / f"peer-{name}.log").open("w")
         self._process = subprocess.Popen(
             command, cwd=ENGINES, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True
         )
-        self.description: str = self._read()["ready"]
 
-    def _read(self) -> dict[str, Any]:
+    def wait_ready(self) -> None:
+        """Until its model is loaded."""
+        self.description = self._read(START_TIMEOUT_S)["ready"]
+
+    def _read(self, timeout_s: float) -> dict[str, Any]:
         assert self._process.stdout is not None
+        # One line answers one question, so nothing waits in the stream's buffer.
+        if not select.select([self._process.stdout], [], [], timeout_s)[0]:
+            raise EngineError(f"no answer within {timeout_s:.0f} s; see {self._log.name}")
         line = self._process.stdout.readline()
         if not line:
-            raise RuntimeError(f"{self.name} ended; see {self._log.name}")
+            raise EngineError(f"it ended; see {self._log.name}")
         return json.loads(line)
 
     def run(self, prompts: list[list[int]], max_tokens: int) -> dict[str, Any]:
         """Seconds for one batch, and the first tokens of each answer."""
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps({"prompts": prompts, "max_tokens": max_tokens}) + "\n")
-        self._process.stdin.flush()
-        return self._read()
+        try:
+            self._process.stdin.write(json.dumps({"prompts": prompts, "max_tokens": max_tokens}) + "\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            raise EngineError(f"it ended; see {self._log.name}") from None
+        return self._read(CASE_TIMEOUT_S)
 
     def close(self) -> None:
         """End the process."""
         assert self._process.stdin is not None
-        self._process.stdin.close()
+        with suppress(BrokenPipeError):
+            self._process.stdin.close()
         try:
             self._process.wait(30)
         except subprocess.TimeoutExpired:
             self._process.kill()
+            self._process.wait()
         self._log.close()
 
 
@@ -82,69 +106,112 @@ def make_prompts(case: Case, seed: int) -> list[list[int]]:
     return [[rng.randrange(300, 40000) for _ in range(case.prompt)] for _ in range(case.requests)]
 
 
-def start_engines(args: argparse.Namespace) -> list[Engine]:
-    """Start headrace, its variants and every installed peer."""
+def find_commands(args: argparse.Namespace) -> dict[str, list[str]]:
+    """How to start headrace, its variants and every installed peer."""
     common = [str(args.gguf), str(args.threads)]
     commands = {"headrace": [sys.executable, "headrace_engine.py", *common]}
     for variant in args.variant:
         name, _, settings = variant.partition(":")
         commands[name] = [sys.executable, "headrace_engine.py", *common, *settings.split()]
-    for peer in ("llama_cpp", "openvino", "vllm_cpu"):
+    for peer in PEERS:
         python = args.peers / peer / "bin" / "python" if args.peers else None
         if python is not None and python.exists():
             commands[peer] = [str(python), f"{peer}_engine.py", *common]
-    chosen = {name: command for name, command in commands.items() if not args.engine or name in args.engine}
-    return [Engine(name, command) for name, command in tqdm(chosen.items(), desc="start")]
+    return {name: command for name, command in commands.items() if not args.engine or name in args.engine}
 
 
-def measure(engines: list[Engine], cases: list[Case], repeats: int) -> dict[str, dict[str, list[float]]]:
-    """Tokens per second by case, engine and repeat; engines take turns within each repeat."""
-    rates: dict[str, dict[str, list[float]]] = {c.name: {e.name: [] for e in engines} for c in cases}
-    for engine in engines:
-        engine.run(make_prompts(Case(2, 16, 4), 0), 4)
-    total = len(engines) * len(cases) * repeats
-    with tqdm(total=total, desc="measure") as bar:
-        for repeat in range(repeats):
-            for case in cases:
-                prompts = make_prompts(case, repeat)
-                order = engines[repeat % len(engines) :] + engines[: repeat % len(engines)]
-                for engine in order:
+class Bench:
+    """The engines that still answer, and what they measured. One that fails is named and left out from then on."""
+
+    def __init__(self) -> None:
+        self.engines: list[Engine] = []
+        self.failed: dict[str, str] = {}
+        self.rates: dict[str, dict[str, list[float]]] = {}
+
+    def start(self, commands: dict[str, list[str]]) -> None:
+        """Load one engine after the other, and let each answer once."""
+        for name, command in tqdm(commands.items(), desc="start"):
+            engine = Engine(name, command)
+            self.engines.append(engine)
+            with self._leaving_out(engine):
+                engine.wait_ready()
+                engine.run(make_prompts(Case(2, 16, 4), 0), 4)
+
+    def measure(self, cases: list[Case], repeats: int) -> None:
+        """Tokens per second by case, engine and repeat; engines take turns within each repeat."""
+        self.rates = {case.name: {engine.name: [] for engine in self.engines} for case in cases}
+        for repeat, case in tqdm(list(product(range(repeats), cases)), desc="measure"):
+            prompts, first = make_prompts(case, repeat), repeat % max(1, len(self.engines))
+            for engine in self.engines[first:] + self.engines[:first]:
+                with self._leaving_out(engine):
                     seconds = engine.run(prompts, case.output)["seconds"]
-                    rates[case.name][engine.name].append(case.counted_tokens / seconds)
-                    bar.update()
-    return rates
+                    self.rates[case.name][engine.name].append(case.counted_tokens / seconds)
+
+    @contextmanager
+    def _leaving_out(self, engine: Engine) -> Iterator[None]:
+        try:
+            yield
+        except EngineError as error:
+            self.failed[engine.name] = str(error)
+            self.engines.remove(engine)
+            engine.close()
+            tqdm.write(f"{engine.name} is left out: {error}")
+
+    def medians(self) -> dict[str, dict[str, float]]:
+        """By case and engine; those without any figure are missing."""
+        return {case: {name: median(r) for name, r in rows.items() if r} for case, rows in self.rates.items()}
+
+    def close(self) -> None:
+        """End all processes."""
+        for engine in self.engines:
+            engine.close()
 
 
-def print_table(rates: dict[str, dict[str, list[float]]]) -> None:
+def print_table(medians: dict[str, dict[str, float]]) -> None:
     """Medians, and headrace's ratio to the best peer."""
-    names = list(next(iter(rates.values())))
+    names = list(dict.fromkeys(name for row in medians.values() for name in row))
     print("case".ljust(12), *(n.rjust(14) for n in names), "x best peer".rjust(12))
-    for case, by_engine in rates.items():
-        medians = {n: median(r) for n, r in by_engine.items()}
-        peers = [v for n, v in medians.items() if n in ("llama_cpp", "openvino", "vllm_cpu")]
-        ratio = f"{medians['headrace'] / max(peers):.2f}" if peers and "headrace" in medians else "-"
-        print(case.ljust(12), *(f"{medians[n]:14.1f}" for n in names), ratio.rjust(12))
+    for case, row in medians.items():
+        peers = [value for name, value in row.items() if name in PEERS]
+        ratio = f"{row['headrace'] / max(peers):.2f}" if peers and "headrace" in row else "-"
+        print(case.ljust(12), *(f"{row[n]:14.1f}" if n in row else "-".rjust(14) for n in names), ratio.rjust(12))
 
 
-def plot(rates: dict[str, dict[str, list[float]]], path: Path) -> None:
-    """Grouped bars of the medians with the range of the repeats."""
+def plot(rates: dict[str, dict[str, list[float]]], described: dict[str, str], path: Path) -> None:
+    """One panel per case: bars of the medians with their figures and the range of the repeats."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    cases, names = list(rates), list(next(iter(rates.values())))
-    figure, axes = plt.subplots(1, len(cases), figsize=(3 * len(cases), 3.6))
-    for axis, case in zip(axes, cases, strict=True):
-        values = [median(rates[case][n]) for n in names]
-        low = [v - min(rates[case][n]) for v, n in zip(values, names, strict=True)]
-        high = [max(rates[case][n]) - v for v, n in zip(values, names, strict=True)]
-        axis.bar(names, values, yerr=[low, high], capsize=3, color=[f"C{i}" for i in range(len(names))])
-        axis.set_title(case)
-        axis.tick_params(axis="x", rotation=60)
-    axes[0].set_ylabel("tokens per second")
-    figure.tight_layout()
+    names = list(dict.fromkeys(name for row in rates.values() for name, values in row.items() if values))
+    colors = {name: f"C{i}" for i, name in enumerate(names)}
+    figure, axes = plt.subplots(1, len(rates), figsize=(2.9 * len(rates), 4.2), squeeze=False)
+    for axis, (case, row) in zip(axes[0], rates.items(), strict=True):
+        present = [name for name in names if row.get(name)]
+        values = [median(row[name]) for name in present]
+        low = [v - min(row[n]) for v, n in zip(values, present, strict=True)]
+        high = [max(row[n]) - v for v, n in zip(values, present, strict=True)]
+        bars = axis.bar(range(len(present)), values, yerr=[low, high], capsize=3, color=[colors[n] for n in present])
+        axis.bar_label(bars, labels=[f"{value:.0f}" for value in values], padding=4, fontsize=8)
+        axis.margins(y=0.12)
+        axis.set_title(describe_case(case), fontsize=9)
+        axis.set_xticks([])
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0][0].set_ylabel("tokens per second (more is better)")
+    handles = [plt.Rectangle((0, 0), 1, 1, color=colors[name]) for name in names]
+    labels = [name if described.get(name, name).startswith(name) else f"{name}: {described[name]}" for name in names]
+    figure.legend(handles, labels, loc="lower center", ncols=2, fontsize=8, frameon=False)
+    figure.tight_layout(rect=(0, 0.04 + 0.05 * ((len(names) + 1) // 2), 1, 1))
     figure.savefig(path, dpi=110)
+
+
+def describe_case(name: str) -> str:
+    """A case in words."""
+    case = next(case for case in CASES if case.name == name)
+    if case.output == 1:
+        return f"{case.requests} prompts of {case.prompt}\n(prompt tokens)"
+    return f"{case.requests} x ({case.prompt} in, {case.output} out)"
 
 
 def describe_machine() -> dict[str, str]:
@@ -172,19 +239,19 @@ def main() -> None:
     args = parser.parse_args()
     args.gguf = args.gguf.resolve()
     cases = [c for c in CASES if not args.case or c.name in args.case]
-    engines = start_engines(args)
+    bench = Bench()
     try:
-        rates = measure(engines, cases, args.repeats)
+        bench.start(find_commands(args))
+        described = {engine.name: engine.description for engine in bench.engines}
+        bench.measure(cases, args.repeats)
     finally:
-        for engine in engines:
-            engine.close()
-    print_table(rates)
+        bench.close()
+    print_table(bench.medians())
     if args.json:
-        described = {e.name: e.description for e in engines}
-        kept = {"machine": describe_machine(), "engines": described, "tokens_per_second": rates}
-        args.json.write_text(json.dumps(kept, indent=1))
+        kept = {"machine": describe_machine(), "engines": described, "failed": bench.failed}
+        args.json.write_text(json.dumps({**kept, "tokens_per_second": bench.rates}, indent=1))
     if args.plot:
-        plot(rates, args.plot)
+        plot(bench.rates, described, args.plot)
 
 
 if __name__ == "__main__":
