@@ -7,7 +7,7 @@ loop, an input thread decodes (aborts take the fast lane), an output thread enco
 - It leads its own session, so Ctrl-C reaches only the server; it ignores SIGTERM too: the server decides when it ends.
 - It dies with the thread that started it (the kernel sends SIGKILL), so no core outlives its server.
 - A crash is told to the client with its root cause before the process exits with code 1.
-- Start-up objects are frozen out of the garbage collector, so that collections stay short.
+- The garbage collector rests until start-up is over and never looks at its objects, so that collections stay short.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from headrace.base.clock import SystemClock
 from headrace.base.errors import EngineDeadError
 from headrace.base.last_words import describe_cause
 from headrace.base.logging import get_logger, setup_logging
+from headrace.base.postponed_imports import postpone
 from headrace.base.progress import ProgressWord
 from headrace.core.build import as_failure, build_core, load_factory
 from headrace.core.engine_core import EngineCore
@@ -51,6 +52,8 @@ SEND_TIMEOUT_S = 600.0
 CLOSE_TIMEOUT_S = 5.0
 OUTBOX_LIMIT = 1024
 _PR_SET_PDEATHSIG = 1
+# What PyTorch's operators would return for tensors without data: a third of a second to import, and nobody here asks.
+_SELDOM_USED = ("torch._meta_registrations",)
 
 
 def die_with_parent(parent_pid: int) -> None:
@@ -162,6 +165,7 @@ def serve(
     sockets.read_into(inbox)
     gc.collect()
     gc.freeze()
+    gc.enable()
     last_words = None
     try:
         CoreLoop(core, inbox, outbox.put, progress).run()
@@ -178,6 +182,8 @@ def serve(
 def main(folder: str, parent_pid: int, preload: str) -> int:
     """Run a core process; returns its exit code."""
     die_with_parent(parent_pid)
+    gc.disable()
+    postpone(_SELDOM_USED)
     now = SystemClock().monotonic
     began = now()
     for number in (signal.SIGINT, signal.SIGTERM):
