@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from headrace.base.logging import get_logger
 from headrace.config.resolve import resolve
 from headrace.config.sections import EngineConfig, ModelSection
 from headrace.device.platform.hardware import detect_hardware
 from headrace.model_files.architecture import read_architecture
 from headrace.model_files.download import fetch_model
+
+logger = get_logger(__name__)
 
 
 def load_engine_config(settings: Mapping[str, Any], *, show_progress: bool = True) -> EngineConfig:
@@ -25,4 +28,11 @@ def load_engine_config(settings: Mapping[str, Any], *, show_progress: bool = Tru
     """
     model = settings.get("model", ModelSection().model)
     path = fetch_model(model, settings.get("revision"), show_progress=show_progress)
-    return resolve(settings, detect_hardware(), read_architecture(path), path)
+    hardware = detect_hardware()
+    config = resolve(settings, hardware, read_architecture(path), path)
+    if config.device.platform == "cpu" and not hardware.native_ops:
+        logger.warning(
+            "the native CPU kernels are not built, so answers are slow: install a C++ compiler "
+            "(Debian: apt-get install g++) and install headrace again"
+        )
+    return config
