@@ -33,11 +33,25 @@ const ActivationGroup* ProductInput::prepare(Team& team, int tid, int num_rows) 
     return xq;
 }
 
+namespace {
+
+// Rows whose tiles are asked for at once.
+constexpr int kExpectedRows = 64;
+
+// The piece with which a thread begins.
+int64_t first_piece(const Team& team, int tid, int64_t pieces) { return (pieces * tid + team.size() - 1) / team.size(); }
+
+}  // namespace
+
 void LinearOp::reserve(Team& team, const Sizes& most) const { input.reserve(team, most); }
 
 void LinearOp::run(Team& team, int tid, const Sizes& sizes) const {
     const int rows = count_rows(input.rows, sizes);
+    const Segment& front = weight->segments[0];
+    const int step = panels_per_piece(front, team.size());
+    expect_weights(front, int(first_piece(team, tid, (front.panels + step - 1) / step)) * step);
     const ActivationGroup* xq = input.prepare(team, tid, rows);
+    if (xq && rows <= kExpectedRows) expect_tiles(xq, rows, input.width / kGroup);
     const int blocks = (rows + kRowBlock - 1) / kRowBlock;
     const Factor x{xq, input.x, input.width};
     const LinearResult to{out, weight->out_features, bias, softcap};
@@ -61,8 +75,10 @@ void GatedOp::reserve(Team& team, const Sizes& most) const {
 
 void GatedOp::run(Team& team, int tid, const Sizes& sizes) const {
     const int rows = count_rows(input.rows, sizes);
-    const ActivationGroup* xq = input.prepare(team, tid, rows);
     const int width = weight->segments[0].rows, units = gated_units(width);
+    expect_weights(weight->segments[0], int(first_piece(team, tid, units)) * (kGatedWidth / kPanel));
+    const ActivationGroup* xq = input.prepare(team, tid, rows);
+    if (xq && rows <= kExpectedRows) expect_tiles(xq, rows, input.width / kGroup);
     const int blocks = (rows + kRowBlock - 1) / kRowBlock;
     const Factor x{xq, input.x, input.width};
     const GatedResult to{out, quantized_out ? team.shared<ActivationGroup>(Shared::GatedActivations) : nullptr};

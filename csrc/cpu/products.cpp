@@ -7,22 +7,30 @@ namespace headrace {
 namespace {
 
 constexpr size_t kPieceBytes = 24 << 10;
+constexpr size_t kLine = 64;
+constexpr size_t kExpectedBytes = 8 << 10;
+constexpr int kUnitPanels = kGatedWidth / kPanel;
 
 // `panels` panels from `panel`, which lie one after the other: within a pair, or anywhere when pairs follow each other.
-GemmTask make_task(const Factor& x, const Segment& s, int panel, int panels, int row_begin, int row_end) {
-    GemmTask t{};
-    t.format = s.format;
-    t.wide_scales = s.wide_scales;
-    t.k = x.k;
-    t.panels = s.panel(panel);
-    t.panel_stride = s.stride;
-    t.num_panels = std::min(panels, s.panels - panel);
-    t.xq = x.xq;
-    t.x = x.x;
-    t.ldx = x.k;
-    t.row_begin = row_begin;
-    t.row_end = row_end;
-    return t;
+// All fields are named, because clearing the record first costs as much as a small tile.
+GemmTask make_task(const Factor& x, const Segment& s, int panel, int panels, int row_begin, int row_end, float* out,
+                   int64_t ldo, int cols, const float* bias, float softcap) {
+    return {.format = s.format,
+            .wide_scales = s.wide_scales,
+            .k = x.k,
+            .panels = s.panel(panel),
+            .panel_stride = s.stride,
+            .num_panels = std::min(panels, s.panels - panel),
+            .xq = x.xq,
+            .x = x.x,
+            .ldx = x.k,
+            .row_begin = row_begin,
+            .row_end = row_end,
+            .out = out,
+            .ldo = ldo,
+            .cols = cols,
+            .bias = bias,
+            .softcap = softcap};
 }
 
 void multiply(const Kernels& kernels, const GemmTask& task, float* scratch) {
@@ -34,18 +42,31 @@ void multiply(const Kernels& kernels, const GemmTask& task, float* scratch) {
 
 int panels_per_piece(const Segment& s, int threads) {
     const int by_size = int(kPieceBytes / s.stride), by_count = s.panels / (threads * 16), most = s.panels / (threads * 4);
-    return std::max(1, std::min(std::max(by_size, by_count), std::max(1, most)));
+    const int wanted = std::max(1, std::min(std::max(by_size, by_count), std::max(1, most)));
+    // The thread with the most pieces should have as few panels as possible: a neighbour of the size may share them better.
+    const auto longest = [&](int step) { return ((s.panels + step - 1) / step + threads - 1) / threads * step; };
+    int best = wanted;
+    for (int step = wanted - wanted / 4; step <= wanted + wanted / 4; ++step)
+        if (longest(step) < longest(best)) best = step;
+    return best;
+}
+
+void expect_weights(const Segment& s, int panel) {
+    if (panel >= s.panels) return;
+    const uint8_t* front = s.panel(panel);
+    for (size_t at = 0; at < kExpectedBytes; at += kLine) __builtin_prefetch(front + at, 0, 2);
+}
+
+void expect_tiles(const ActivationGroup* tiles, int rows, int groups) {
+    for (int row = 0; row < rows; ++row)
+        for (int g = 0; g < groups; ++g) __builtin_prefetch(&tiles[row / kTile * groups + g].rows[row % kTile], 0, 2);
 }
 
 void linear_piece(Team& team, int tid, const Factor& x, const Segment& s, int panel, int panels, int row_begin, int row_end,
                   const LinearResult& to) {
-    GemmTask t = make_task(x, s, panel, panels, row_begin, row_end);
     const int col = s.first_row + panel * kPanel;
-    t.out = to.out + col;
-    t.ldo = to.ld;
-    t.cols = std::min(t.num_panels * kPanel, s.rows - panel * kPanel);
-    t.bias = to.bias ? to.bias + col : nullptr;
-    t.softcap = to.softcap;
+    const GemmTask t = make_task(x, s, panel, panels, row_begin, row_end, to.out + col, to.ld,
+                                 std::min(panels * kPanel, s.rows - panel * kPanel), to.bias ? to.bias + col : nullptr, to.softcap);
     multiply(team.kernels(), t, team.scratch(tid));
 }
 
@@ -58,10 +79,9 @@ void gated_piece(Team& team, int tid, const Factor& x, const Weight& weight, Act
     for (int row = row_begin; row < row_end;) {
         const int end = std::min(row_end, row / tile * tile + tile);
         for (int part = 0; part < 2; ++part) {
-            GemmTask t = make_task(x, weight.segments[part], unit * (kGatedWidth / kPanel), kGatedWidth / kPanel, row, end);
-            t.out = tiles[part] - int64_t(row) * kGatedWidth;
-            t.ldo = kGatedWidth;
-            t.cols = t.num_panels * kPanel;
+            const GemmTask t =
+                make_task(x, weight.segments[part], unit * kUnitPanels, kUnitPanels, row, end,
+                          tiles[part] - int64_t(row) * kGatedWidth, kGatedWidth, kUnitPanels * kPanel, nullptr, 0);
             multiply(team.kernels(), t, team.scratch(tid));
         }
         for (int r = row; r < end; ++r) {

@@ -29,8 +29,15 @@ struct GatedResult {
     ActivationGroup* quantized;
 };
 
-// Panels of a piece: about 24 KiB, more for very large matrices, and at least four pieces per thread if possible.
+// Panels of a piece: about 24 KiB, more for very large matrices, at least four pieces per thread if possible, and as
+// many for each thread.
 int panels_per_piece(const Segment& s, int threads);
+
+// Asks for what a thread will read first: the front of the weights that it begins with, and tiles that others have made.
+// Lines from memory or from another core's cache then arrive together, not one after the other.
+void expect_weights(const Segment& s, int panel);
+void expect_tiles(const ActivationGroup* tiles, int rows, int groups);
+
 inline int gated_units(int width) { return (width + kGatedWidth - 1) / kGatedWidth; }
 
 void linear_piece(Team& team, int tid, const Factor& x, const Segment& s, int panel, int panels, int row_begin, int row_end,

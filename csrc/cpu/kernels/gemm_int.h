@@ -21,17 +21,16 @@ HR_INLINE void load_scales(const uint8_t* group, int part, VF& d, VF& second) {
                                      : zero();
 }
 
-// One row of one group of activations: constant offsets from here reach the rows below it.
+// Rows of one group of activations: constant offsets from here reach them.
 struct RowView {
-    const int8_t* q;
-    const float* scale;
+    const ActivationRow* rows;
 
-    HR_INLINE RowView at(const ActivationGroup* x, int row) { return {x->q[row], x->scale + row}; }
-    RowView next() const { return {q + sizeof(ActivationGroup), scale + sizeof(ActivationGroup) / sizeof(float)}; }
-    const int8_t* bytes(int r) const { return q + r * kGroup; }
-    float scale_of(int r) const { return scale[r]; }
-    float scaled_sum(int r) const { return scale[kTile + r]; }
-    int32_t correction(int r) const { return __builtin_bit_cast(int32_t, scale[2 * kTile + r]); }
+    HR_INLINE RowView at(const ActivationGroup* x, int row) { return {x->rows + row}; }
+    RowView next() const { return {rows + kTile}; }
+    const int8_t* bytes(int r) const { return rows[r].q; }
+    float scale_of(int r) const { return rows[r].scale; }
+    float scaled_sum(int r) const { return rows[r].scaled_sum; }
+    int32_t correction(int r) const { return rows[r].correction; }
 };
 
 template <Format format>
@@ -88,14 +87,15 @@ HR_INLINE void load_group(const uint8_t* bytes, U (&w)[8]) {
 constexpr int kPrefetchAhead = 2048;
 constexpr int kTurn = kManyRegisters ? 2 : 1;  // rows that take turns
 
-// `rows` rows of one tile, from `row`, times one panel: acc[rows][16].
+// `rows` rows of one tile, from `row`, times one panel: out[rows][ldo], sixteen columns.
 template <Format format, bool wide, int rows>
-HR_KERNEL void int_tile(const uint8_t* panel, int groups, const ActivationGroup* x, int row, float* out) {
+HR_KERNEL void int_tile(const uint8_t* panel, int groups, const ActivationGroup* x, int row, float* out, int64_t ldo) {
     constexpr size_t stride = group_stride(format, wide);
     for (int part = 0; part < 16; part += N) {
         VF acc[rows];
         for (int r = 0; r < rows; ++r) acc[r] = zero();
         RowView xg = RowView::at(x, row);
+        for (int r = 0; r < rows; ++r) prefetch_write(out + r * ldo + part);
         const uint8_t* bytes = panel + 4 * part;
         const uint8_t* end = bytes + groups * stride;
         for (; bytes != end; bytes += stride, xg = xg.next()) {
@@ -106,7 +106,7 @@ HR_KERNEL void int_tile(const uint8_t* panel, int groups, const ActivationGroup*
             load_group<format>(bytes, w);
             VF d, second;
             load_scales<format, wide>(bytes - 4 * part, part, d, second);
-            constexpr int turn = rows < kTurn ? rows : kTurn;
+            constexpr int turn = rows % kTurn ? 1 : kTurn;
 #pragma GCC unroll 16
             for (int r = 0; r < rows; r += turn) {
                 if constexpr (format == Format::I8G16) {
@@ -127,18 +127,23 @@ HR_KERNEL void int_tile(const uint8_t* panel, int groups, const ActivationGroup*
                 }
             }
         }
-        for (int r = 0; r < rows; ++r) store(out + 16 * r + part, acc[r]);
+        for (int r = 0; r < rows; ++r) store(out + r * ldo + part, acc[r]);
     }
 }
 
+// The largest tile that fits, but none of one row after others: alone it waits for its own sums.
 template <Format format, bool wide>
-static int int_rows(const uint8_t* panel, int groups, const ActivationGroup* x, int row, int rows, float* out) {
-    if (rows >= 16) return int_tile<format, wide, 16>(panel, groups, x, row, out), 16;
-    if (rows >= 8) return int_tile<format, wide, 8>(panel, groups, x, row, out), 8;
-    if (rows >= 4) return int_tile<format, wide, 4>(panel, groups, x, row, out), 4;
-    if (rows >= 2) return int_tile<format, wide, 2>(panel, groups, x, row, out), 2;
-    return int_tile<format, wide, 1>(panel, groups, x, row, out), 1;
+static int int_rows(const uint8_t* panel, int groups, const ActivationGroup* x, int row, int rows, float* out, int64_t ldo) {
+    if (rows >= 16) return int_tile<format, wide, 16>(panel, groups, x, row, out, ldo), 16;
+    if (rows >= 8 && rows != 9) return int_tile<format, wide, 8>(panel, groups, x, row, out, ldo), 8;
+    if (rows >= 4 && rows != 5) return int_tile<format, wide, 4>(panel, groups, x, row, out, ldo), 4;
+    if (rows >= 3) return int_tile<format, wide, 3>(panel, groups, x, row, out, ldo), 3;
+    if (rows >= 2) return int_tile<format, wide, 2>(panel, groups, x, row, out, ldo), 2;
+    return int_tile<format, wide, 1>(panel, groups, x, row, out, ldo), 1;
 }
+
+// Nothing is done to sums of columns up to `end` after their chains: a tile may put them where they belong.
+HR_INLINE bool is_plain(const GemmTask& t, int end) { return !t.bias && !(t.softcap > 0) && end <= t.cols; }
 
 // Writes acc[rows][width] to columns [col, col + width) of rows from `row`, with bias and soft cap, inside `cols`.
 HR_INLINE void write_tile(const GemmTask& t, const float* acc, int width, int col, int row, int rows) {
@@ -158,15 +163,18 @@ HR_INLINE void write_tile(const GemmTask& t, const float* acc, int width, int co
 template <Format format, bool wide>
 static void gemm_int_format(const GemmTask& t) {
     const int groups = t.k / kGroup;
-    alignas(64) float acc[kTile * 16];
+    alignas(64) float acc[kTile * kPanel];
     for (int p = 0; p < t.num_panels; ++p) {
         const uint8_t* panel = t.panels + p * t.panel_stride;
+        const bool direct = is_plain(t, (p + 1) * kPanel);
         for (int row = t.row_begin; row < t.row_end;) {
             const ActivationGroup* x = t.xq + int64_t(row / kTile) * groups;
             const int in_tile = row % kTile;
             const int rest = t.row_end - row, room = kTile - in_tile;
-            const int done = int_rows<format, wide>(panel, groups, x, in_tile, rest < room ? rest : room, acc);
-            write_tile(t, acc, 16, p * kPanel, row, done);
+            float* out = direct ? t.out + row * t.ldo + p * kPanel : acc;
+            const int done =
+                int_rows<format, wide>(panel, groups, x, in_tile, rest < room ? rest : room, out, direct ? t.ldo : kPanel);
+            if (!direct) write_tile(t, acc, kPanel, p * kPanel, row, done);
             row += done;
         }
     }
@@ -187,8 +195,10 @@ static void quantize(const float* x, int64_t ldx, int row_begin, int row_end, in
     for (int row = row_begin; row < row_end; ++row, x += ldx) {
         ActivationGroup* tile = xq + int64_t(row / kTile) * groups;
         const int r = row % kTile;
+        for (int g = group_begin; g < group_end; ++g) prefetch_write(&tile[g].rows[r]);
         for (int g = group_begin; g < group_end; ++g) {
             const float* values = x + (g - group_begin) * kGroup;
+            ActivationRow& to = tile[g].rows[r];
             VF v[kGroup / N];
             VI top = ibcast(0);
             for (int i = 0; i < kGroup / N; ++i) {
@@ -201,16 +211,13 @@ static void quantize(const float* x, int64_t ldx, int row_begin, int row_end, in
             VI total = ibcast(0);
             for (int i = 0; i < kGroup / N; ++i) {
                 const VI q = imax(ibcast(-127), imin(ibcast(127), round_int(mul(v[i], inverse))));
-                store_i8(&tile[g].q[r][i * N], q);
+                store_i8(to.q + i * N, q);
                 total = iadd(total, q);
             }
-            alignas(64) int32_t lanes[N];
-            store(lanes, total);
-            int32_t sum = 0;
-            for (int i = 0; i < N; ++i) sum += lanes[i];
-            tile[g].scale[r] = scale;
-            tile[g].scaled_sum[r] = scale * float(sum);
-            tile[g].correction[r] = -128 * sum;
+            const int32_t sum = reduce_add(total);
+            to.scale = scale;
+            to.scaled_sum = scale * float(sum);
+            to.correction = -128 * sum;
         }
     }
 }

@@ -46,12 +46,4 @@ struct W16 {
 // The tree of docs/numerics.md over the sixteen lanes.
 HR_INLINE float reduce_add(const W16& w) { return tree_add(w.v); }
 
-HR_INLINE int32_t reduce_max(const VI& a) {
-    alignas(64) int32_t lanes[N];
-    store(lanes, a);
-    int32_t m = lanes[0];
-    for (int i = 1; i < N; ++i) m = lanes[i] > m ? lanes[i] : m;
-    return m;
-}
-
 }  // namespace headrace::HR_ISA

@@ -62,6 +62,16 @@ HR_INLINE VI imin(VI a, VI b) { return {_mm256_min_epi32(a.v, b.v)}; }
 template <int n> HR_INLINE VI shift_left(VI a) { return {_mm256_slli_epi32(a.v, n)}; }
 template <int n> HR_INLINE VI shift_right(VI a) { return {_mm256_srli_epi32(a.v, n)}; }
 template <int n> HR_INLINE VI shift_right_signed(VI a) { return {_mm256_srai_epi32(a.v, n)}; }
+HR_INLINE int32_t reduce_max(VI a) {
+    __m128i t = _mm_max_epi32(_mm256_castsi256_si128(a.v), _mm256_extracti128_si256(a.v, 1));
+    t = _mm_max_epi32(t, _mm_unpackhi_epi64(t, t));
+    return _mm_cvtsi128_si32(_mm_max_epi32(t, _mm_shuffle_epi32(t, 1)));
+}
+HR_INLINE int32_t reduce_add(VI a) {
+    __m128i t = _mm_add_epi32(_mm256_castsi256_si128(a.v), _mm256_extracti128_si256(a.v, 1));
+    t = _mm_add_epi32(t, _mm_unpackhi_epi64(t, t));
+    return _mm_cvtsi128_si32(_mm_add_epi32(t, _mm_shuffle_epi32(t, 1)));
+}
 HR_INLINE VF to_float(VI a) { return {_mm256_cvtepi32_ps(a.v)}; }
 HR_INLINE VI round_int(VF a) { return {_mm256_cvtps_epi32(a.v)}; }
 HR_INLINE VI bits(VF a) { return {_mm256_castps_si256(a.v)}; }
@@ -88,6 +98,8 @@ HR_INLINE __m256i four(const int8_t* a) { return _mm256_set1_epi32(*(const int32
 HR_INLINE void prefetch(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T0); }
 // To the second level: more lines can be on their way than the first one has room for.
 HR_INLINE void prefetch_far(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T1); }
+// To be written soon: another core may have the line.
+HR_INLINE void prefetch_write(const void* p) { asm volatile("prefetchw %0" : : "m"(*(const char*)p)); }
 
 struct Dot4 {
     __m256i s;  // int16 pairs: eight steps of at most 2 * 15 * 127 fit

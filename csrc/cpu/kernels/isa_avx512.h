@@ -66,6 +66,8 @@ HR_INLINE VI imin(VI a, VI b) { return {_mm512_min_epi32(a.v, b.v)}; }
 template <int n> HR_INLINE VI shift_left(VI a) { return {_mm512_slli_epi32(a.v, n)}; }
 template <int n> HR_INLINE VI shift_right(VI a) { return {_mm512_srli_epi32(a.v, n)}; }
 template <int n> HR_INLINE VI shift_right_signed(VI a) { return {_mm512_srai_epi32(a.v, n)}; }
+HR_INLINE int32_t reduce_max(VI a) { return _mm512_reduce_max_epi32(a.v); }
+HR_INLINE int32_t reduce_add(VI a) { return _mm512_reduce_add_epi32(a.v); }
 HR_INLINE VF to_float(VI a) { return {_mm512_cvtepi32_ps(a.v)}; }
 HR_INLINE VI round_int(VF a) { return {_mm512_cvtps_epi32(a.v)}; }
 HR_INLINE VI bits(VF a) { return {_mm512_castps_si512(a.v)}; }
@@ -93,6 +95,8 @@ HR_INLINE __m512i four(const int8_t* a) { return _mm512_set1_epi32(*(const int32
 HR_INLINE void prefetch(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T0); }
 // To the second level: more lines can be on their way than the first one has room for.
 HR_INLINE void prefetch_far(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T1); }
+// To be written soon: another core may have the line.
+HR_INLINE void prefetch_write(const void* p) { asm volatile("prefetchw %0" : : "m"(*(const char*)p)); }
 
 #if defined(HR_ISA_AVX512VNNI)
 // The compiler would load and broadcast apart; the instruction does both for nothing.

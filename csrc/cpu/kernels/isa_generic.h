@@ -63,6 +63,16 @@ HR_INLINE VI imin(VI a, VI b) { VI r; HR_LANES(a.v[i] < b.v[i] ? a.v[i] : b.v[i]
 template <int n> HR_INLINE VI shift_left(VI a) { VI r; HR_LANES(int32_t(uint32_t(a.v[i]) << n)); }
 template <int n> HR_INLINE VI shift_right(VI a) { VI r; HR_LANES(int32_t(uint32_t(a.v[i]) >> n)); }
 template <int n> HR_INLINE VI shift_right_signed(VI a) { VI r; HR_LANES(a.v[i] >> n); }
+HR_INLINE int32_t reduce_max(VI a) {
+    int32_t m = a.v[0];
+    for (int i = 1; i < 16; ++i) m = a.v[i] > m ? a.v[i] : m;
+    return m;
+}
+HR_INLINE int32_t reduce_add(VI a) {
+    int32_t sum = 0;
+    for (int i = 0; i < 16; ++i) sum += a.v[i];
+    return sum;
+}
 HR_INLINE VF to_float(VI a) { VF r; HR_LANES(float(a.v[i])); }
 HR_INLINE VI round_int(VF a) {
     VI r;
@@ -86,6 +96,7 @@ HR_INLINE U high_nibbles(U a) { U r; for (int i = 0; i < 64; ++i) r.v[i] = a.v[i
 template <int shift> HR_INLINE VF nibble(VI a) { return to_float(iand(shift_right<shift>(a), ibcast(15))); }
 HR_INLINE void prefetch(const void*) {}
 HR_INLINE void prefetch_far(const void*) {}
+HR_INLINE void prefetch_write(const void*) {}
 
 struct Dot4 {
     VI s;

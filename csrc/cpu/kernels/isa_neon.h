@@ -82,6 +82,8 @@ template <int n> HR_INLINE int32x4_t shift_right4(int32x4_t x) {
 }
 template <int n> HR_INLINE VI shift_right(VI x) { return {shift_right4<n>(x.a), shift_right4<n>(x.b)}; }
 template <int n> HR_INLINE VI shift_right_signed(VI x) { return {vshrq_n_s32(x.a, n), vshrq_n_s32(x.b, n)}; }
+HR_INLINE int32_t reduce_max(VI x) { return vmaxvq_s32(vmaxq_s32(x.a, x.b)); }
+HR_INLINE int32_t reduce_add(VI x) { return vaddvq_s32(vaddq_s32(x.a, x.b)); }
 HR_INLINE VF to_float(VI x) { return {vcvtq_f32_s32(x.a), vcvtq_f32_s32(x.b)}; }
 // Out of range and NaN give the smallest integer, as on the other sets.
 HR_INLINE int32x4_t round4(float32x4_t x) {
@@ -117,6 +119,8 @@ HR_INLINE U high_nibbles(U x) { return {vshrq_n_u8(x.a, 4), vshrq_n_u8(x.b, 4)};
 template <int shift> HR_INLINE VF nibble(VI x) { return to_float(iand(shift_right<shift>(x), ibcast(15))); }
 HR_INLINE void prefetch(const void* p) { __builtin_prefetch(p, 0, 3); }
 HR_INLINE void prefetch_far(const void* p) { __builtin_prefetch(p, 0, 2); }
+// To be written soon: another core may have the line.
+HR_INLINE void prefetch_write(const void* p) { __builtin_prefetch(p, 1, 3); }
 
 HR_INLINE VI dot(VI s, U w, const int8_t* a) {
     const int8x16_t x = vreinterpretq_s8_s32(vdupq_n_s32(*(const int32_t __attribute__((may_alias, aligned(1)))*)a));

@@ -40,15 +40,20 @@ constexpr size_t panel_bytes(Format f, bool wide, int k) {
     return (bytes + 63) / 64 * 64;
 }
 
-// Quantised activations: tiles of 16 rows; per group of 32 k the bytes [16][32], then for 16 rows the scale, the scaled
-// sum and -128 times the integer sum.
-struct ActivationGroup {
-    int8_t q[kTile][kGroup];
-    float scale[kTile];
-    float scaled_sum[kTile];
-    int32_t correction[kTile];
+// Quantised activations: tiles of 16 rows, group after group of 32 k. A row of a group with its scale, its scaled sum and
+// -128 times its integer sum fills one cache line: threads quantise rows, and no line may travel between them twice.
+struct ActivationRow {
+    int8_t q[kGroup];
+    float scale;
+    float scaled_sum;
+    int32_t correction;
+    int32_t unused[5];
 };
-static_assert(sizeof(ActivationGroup) == 704);
+static_assert(sizeof(ActivationRow) == 64);
+
+struct ActivationGroup {
+    ActivationRow rows[kTile];
+};
 
 constexpr size_t activation_bytes(int rows, int k) {
     return size_t((rows + kTile - 1) / kTile) * size_t(k / kGroup) * sizeof(ActivationGroup);
