@@ -35,9 +35,6 @@ const ActivationGroup* ProductInput::prepare(Team& team, int tid, int num_rows) 
 
 namespace {
 
-// Rows whose tiles are asked for at once.
-constexpr int kExpectedRows = 64;
-
 // The piece with which a thread begins.
 int64_t first_piece(const Team& team, int tid, int64_t pieces) { return (pieces * tid + team.size() - 1) / team.size(); }
 
@@ -48,15 +45,15 @@ void LinearOp::reserve(Team& team, const Sizes& most) const { input.reserve(team
 void LinearOp::run(Team& team, int tid, const Sizes& sizes) const {
     const int rows = count_rows(input.rows, sizes);
     const Segment& front = weight->segments[0];
-    const int step = panels_per_piece(front, team.size());
+    const int step = panels_per_piece(front, team.size(), input.exact);
     expect_weights(front, int(first_piece(team, tid, (front.panels + step - 1) / step)) * step);
     const ActivationGroup* xq = input.prepare(team, tid, rows);
-    if (xq && rows <= kExpectedRows) expect_tiles(xq, rows, input.width / kGroup);
     const int blocks = (rows + kRowBlock - 1) / kRowBlock;
     const Factor x{xq, input.x, input.width};
+    expect_rows(x, rows);
     const LinearResult to{out, weight->out_features, bias, softcap};
     for (const Segment& s : weight->segments) {
-        const int step = panels_per_piece(s, team.size());
+        const int step = panels_per_piece(s, team.size(), input.exact);
         const int pieces = (s.panels + step - 1) / step;
         team.for_each(tid, int64_t(pieces) * blocks, [&](int64_t i) {
             const int block = int(i / pieces) * kRowBlock;
@@ -78,9 +75,9 @@ void GatedOp::run(Team& team, int tid, const Sizes& sizes) const {
     const int width = weight->segments[0].rows, units = gated_units(width);
     expect_weights(weight->segments[0], int(first_piece(team, tid, units)) * (kGatedWidth / kPanel));
     const ActivationGroup* xq = input.prepare(team, tid, rows);
-    if (xq && rows <= kExpectedRows) expect_tiles(xq, rows, input.width / kGroup);
     const int blocks = (rows + kRowBlock - 1) / kRowBlock;
     const Factor x{xq, input.x, input.width};
+    expect_rows(x, rows);
     const GatedResult to{out, quantized_out ? team.shared<ActivationGroup>(Shared::GatedActivations) : nullptr};
     team.for_each(tid, int64_t(units) * blocks, [&](int64_t i) {
         const int block = int(i / units) * kRowBlock;

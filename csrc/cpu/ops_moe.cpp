@@ -122,7 +122,7 @@ void MoeOp::run(Team& team, int tid, const Sizes& sizes) const {
     for_expert_rows(team, tid, experts, slots, b.first_slot, b.first_block, units, [&](int e, int unit, int begin, int end) {
         gated_piece(team, tid, {xq, b.rows, width}, *gate_up[size_t(e)], activation, unit, begin, end, {b.hidden, hidden});
     });
-    const int step = panels_per_piece(down[0]->segments[0], team.size());
+    const int step = panels_per_piece(down[0]->segments[0], team.size(), exact);
     const int pieces = (down[0]->segments[0].panels + step - 1) / step;
     for_expert_rows(team, tid, experts, slots, b.first_slot, b.first_block, pieces, [&](int e, int piece, int begin, int end) {
         linear_piece(team, tid, {hidden, b.hidden, inner}, down[size_t(e)]->segments[0], piece * step, step, begin, end,

@@ -9,6 +9,7 @@ namespace {
 constexpr size_t kPieceBytes = 24 << 10;
 constexpr size_t kLine = 64;
 constexpr size_t kExpectedBytes = 8 << 10;
+constexpr int kExpectedRows = 64;
 constexpr int kUnitPanels = kGatedWidth / kPanel;
 
 // `panels` panels from `panel`, which lie one after the other: within a pair, or anywhere when pairs follow each other.
@@ -40,13 +41,16 @@ void multiply(const Kernels& kernels, const GemmTask& task, float* scratch) {
 
 }  // namespace
 
-int panels_per_piece(const Segment& s, int threads) {
+int panels_per_piece(const Segment& s, int threads, bool exact) {
     const int by_size = int(kPieceBytes / s.stride), by_count = s.panels / (threads * 16), most = s.panels / (threads * 4);
-    const int wanted = std::max(1, std::min(std::max(by_size, by_count), std::max(1, most)));
+    // Exact products of few rows take panels in pairs.
+    const int unit = exact ? 2 : 1, wanted = std::max(unit, std::min(std::max(by_size, by_count), most));
     // The thread with the most pieces should have as few panels as possible: a neighbour of the size may share them better.
     const auto longest = [&](int step) { return ((s.panels + step - 1) / step + threads - 1) / threads * step; };
-    int best = wanted;
-    for (int step = wanted - wanted / 4; step <= wanted + wanted / 4; ++step)
+    int best = wanted / unit * unit;
+    for (int step = best; step <= wanted + wanted / 2; step += unit)
+        if (longest(step) < longest(best)) best = step;
+    for (int step = best - unit; step >= std::max(unit, wanted / 2); step -= unit)
         if (longest(step) < longest(best)) best = step;
     return best;
 }
@@ -57,9 +61,15 @@ void expect_weights(const Segment& s, int panel) {
     for (size_t at = 0; at < kExpectedBytes; at += kLine) __builtin_prefetch(front + at, 0, 2);
 }
 
-void expect_tiles(const ActivationGroup* tiles, int rows, int groups) {
-    for (int row = 0; row < rows; ++row)
-        for (int g = 0; g < groups; ++g) __builtin_prefetch(&tiles[row / kTile * groups + g].rows[row % kTile], 0, 2);
+void expect_rows(const Factor& x, int rows) {
+    if (rows > kExpectedRows) return;
+    const int groups = x.k / kGroup;
+    for (int row = 0; row < rows; ++row) {
+        if (x.xq)
+            for (int g = 0; g < groups; ++g) __builtin_prefetch(&x.xq[row / kTile * groups + g].rows[row % kTile], 0, 2);
+        else
+            for (int k = 0; k < x.k; k += int(kLine / sizeof(float))) __builtin_prefetch(x.x + int64_t(row) * x.k + k, 0, 2);
+    }
 }
 
 void linear_piece(Team& team, int tid, const Factor& x, const Segment& s, int panel, int panels, int row_begin, int row_end,

@@ -31,12 +31,12 @@ struct GatedResult {
 
 // Panels of a piece: about 24 KiB, more for very large matrices, at least four pieces per thread if possible, and as
 // many for each thread.
-int panels_per_piece(const Segment& s, int threads);
+int panels_per_piece(const Segment& s, int threads, bool exact);
 
-// Asks for what a thread will read first: the front of the weights that it begins with, and tiles that others have made.
+// Asks for what a thread will read first: the front of the weights that it begins with, and rows that others have made.
 // Lines from memory or from another core's cache then arrive together, not one after the other.
 void expect_weights(const Segment& s, int panel);
-void expect_tiles(const ActivationGroup* tiles, int rows, int groups);
+void expect_rows(const Factor& x, int rows);
 
 inline int gated_units(int width) { return (width + kGatedWidth - 1) / kGatedWidth; }
 

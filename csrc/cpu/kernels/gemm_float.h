@@ -73,27 +73,52 @@ static void float_rows(const T* w, size_t stride, int panels, int count, const f
     }
 }
 
-// Weight 16 * half + 4 * i + j of a group, for the N outputs whose bytes, scales and second scales these are.
-template <Format format, int half, int j>
-HR_INLINE VF widen_one(const uint8_t* bytes, int i, VF d, VF second) {
-    if constexpr (format == Format::I4) {
-        return fma(d, nibble<8 * j + 4 * half>(as_int(uload(bytes + 64 * i))), second);
+// Float16 scales take a power of two without rounding, so that a nibble may be multiplied where it lies in its half word.
+constexpr bool lifts(Format format, bool wide) { return kManyRegisters && format == Format::I4 && !wide; }
+
+// Scales of a group for N outputs; d[i] is for a nibble lifted by 4 * i bits.
+template <Format format, bool wide>
+struct Scales {
+    VF d[lifts(format, wide) ? 4 : 1], second;
+
+    HR_INLINE Scales load(const uint8_t* group, int part) {
+        Scales s;
+        load_scales<format, wide>(group, part, s.d[0], s.second);
+        if constexpr (lifts(format, wide)) {
+            s.d[1] = mul(s.d[0], bcast(1.0f / 16));
+            s.d[2] = mul(s.d[0], bcast(1.0f / 256));
+            s.d[3] = mul(s.d[0], bcast(1.0f / 4096));
+        }
+        return s;
+    }
+};
+
+// Weight 16 * half + 4 * i + j of a group, for the N outputs whose bytes and scales these are.
+template <Format format, bool wide, int half, int j>
+HR_INLINE VF widen_one(const uint8_t* bytes, int i, const Scales<format, wide>& s) {
+    constexpr int shift = 8 * j + 4 * half;
+    if constexpr (lifts(format, wide)) {
+        const VI raw = as_int(uload(bytes + 64 * i));
+        const VI word = shift >= 16 ? shift_right<16>(raw) : raw;
+        return fma(s.d[shift % 16 / 4], to_float(iand(word, ibcast(15 << shift % 16))), s.second);
+    } else if constexpr (format == Format::I4) {
+        return fma(s.d[0], nibble<shift>(as_int(uload(bytes + 64 * i))), s.second);
     } else {
         const VI raw = as_int(uload(bytes + 64 * (4 * half + i)));
         const VF q = to_float(shift_right_signed<24>(shift_left<24 - 8 * j>(raw)));
-        if constexpr (has_min(format)) return fma(d, q, second);
-        else return mul(format == Format::I8G16 && half ? second : d, q);
+        if constexpr (has_min(format)) return fma(s.d[0], q, s.second);
+        else return mul(format == Format::I8G16 && half ? s.second : s.d[0], q);
     }
 }
 
-template <Format format, int half>
-HR_INLINE void widen_half(const uint8_t* bytes, VF d, VF second, float* out) {
+template <Format format, bool wide, int half>
+HR_INLINE void widen_half(const uint8_t* bytes, const Scales<format, wide>& s, float* out) {
 #pragma GCC unroll 4
     for (int i = 0; i < 4; ++i, out += 64) {
-        store(out, widen_one<format, half, 0>(bytes, i, d, second));
-        store(out + 16, widen_one<format, half, 1>(bytes, i, d, second));
-        store(out + 32, widen_one<format, half, 2>(bytes, i, d, second));
-        store(out + 48, widen_one<format, half, 3>(bytes, i, d, second));
+        store(out, widen_one<format, wide, half, 0>(bytes, i, s));
+        store(out + 16, widen_one<format, wide, half, 1>(bytes, i, s));
+        store(out + 32, widen_one<format, wide, half, 2>(bytes, i, s));
+        store(out + 48, widen_one<format, wide, half, 3>(bytes, i, s));
     }
 }
 
@@ -103,10 +128,9 @@ HR_INLINE void widen_piece(const uint8_t* panel, int k0, int count, float* out) 
     for (int g = k0 / kGroup; g < (k0 + count) / kGroup; ++g, out += kGroup * 16) {
         const uint8_t* block = panel + g * group_stride(format, wide);
         for (int part = 0; part < 16; part += N) {
-            VF d, second;
-            load_scales<format, wide>(block, part, d, second);
-            widen_half<format, 0>(block + 4 * part, d, second, out + part);
-            widen_half<format, 1>(block + 4 * part, d, second, out + kGroup / 2 * 16 + part);
+            const auto s = Scales<format, wide>::load(block, part);
+            widen_half<format, wide, 0>(block + 4 * part, s, out + part);
+            widen_half<format, wide, 1>(block + 4 * part, s, out + kGroup / 2 * 16 + part);
         }
     }
 }
@@ -129,14 +153,14 @@ template <Format format, bool wide, int panels, int rows>
 struct FusedTile {
     static constexpr int vectors = panels * 16 / N;
     const uint8_t* bytes[vectors];
-    VF d[vectors], second[vectors];
+    Scales<format, wide> scales[vectors];
     VF acc[rows][vectors];
 
     template <int half, int j>
     HR_INLINE void step(FusedTile& t, int i, const float* x, int64_t ldx) {
         VF w[vectors];
-        for (int v = 0; v < vectors; ++v) w[v] = widen_one<format, half, j>(t.bytes[v], i, t.d[v], t.second[v]);
-#pragma GCC unroll 8
+        for (int v = 0; v < vectors; ++v) w[v] = widen_one<format, wide, half, j>(t.bytes[v], i, t.scales[v]);
+#pragma GCC unroll 16
         for (int r = 0; r < rows; ++r) {
             const VF xk = bcast(x[r * ldx + 4 * i + j]);
             for (int v = 0; v < vectors; ++v) t.acc[r][v] = fma(xk, w[v], t.acc[r][v]);
@@ -162,12 +186,16 @@ HR_KERNEL void fused_tile(const uint8_t* w, size_t panel_stride, int groups, con
     Tile t;
     for (int r = 0; r < rows; ++r)
         for (int v = 0; v < Tile::vectors; ++v) t.acc[r][v] = zero();
+    // What a panel will need, then what the panel in its place of the next tile will: side by side they are no single stream.
+    constexpr int distance = kPrefetchAhead / stride;
+    size_t ahead = distance * stride;
     for (int g = 0; g < groups; ++g, w += stride, x += kGroup) {
+        if (g + distance == groups) ahead += panels * panel_stride - groups * stride;
         for (int v = 0; v < Tile::vectors; ++v) {
             const uint8_t* block = w + v * N / 16 * panel_stride;
             const int part = v * N % 16;
-            for (size_t line = 0; part == 0 && line < stride; line += 64) prefetch(block + kPrefetchAhead + line);
-            load_scales<format, wide>(block, part, t.d[v], t.second[v]);
+            for (size_t line = 0; part == 0 && line < stride; line += 64) prefetch(block + ahead + line);
+            t.scales[v] = Scales<format, wide>::load(block, part);
             t.bytes[v] = block + 4 * part;
         }
         Tile::template half_group<0>(t, x, ldx);
@@ -178,34 +206,49 @@ HR_KERNEL void fused_tile(const uint8_t* w, size_t panel_stride, int groups, con
 }
 
 // Up to here, widening weights again for each tile of rows costs less than taking them through memory.
-constexpr int kFusedRows = 16;
+constexpr int kFusedRows = kManyRegisters ? 32 : 16;
 
-template <Format format, bool wide, int panels>
-static int fused_rows(const uint8_t* w, size_t panel_stride, int groups, const float* x, int64_t ldx, int rows, float* out) {
-    if constexpr (kManyRegisters) {
-        if (rows >= 8) return fused_tile<format, wide, panels, 8>(w, panel_stride, groups, x, ldx, out), 8;
-    }
-    if constexpr (kManyRegisters || panels == 1) {
-        if (rows >= 4) return fused_tile<format, wide, panels, 4>(w, panel_stride, groups, x, ldx, out), 4;
-        if (rows >= 2) return fused_tile<format, wide, panels, 2>(w, panel_stride, groups, x, ldx, out), 2;
-    }
-    return fused_tile<format, wide, panels, 1>(w, panel_stride, groups, x, ldx, out), 1;
+// Panels of a tile. Few rows need several: a sum waits for itself, so that many must run side by side.
+constexpr int fused_panels(int rows) {
+    if (!kManyRegisters) return rows == 1 ? 2 : 1;
+    return rows == 16 ? 1 : rows == 8 || rows == 3 ? 2 : 4;
+}
+
+template <Format format, bool wide, int panels, int rows>
+static void fused_columns(const GemmTask& t, int panel, int row) {
+    alignas(64) float out[panels * 16 * rows];
+    for (int r = 0; r < rows; ++r)
+        for (int i = 0; i < panels; ++i) prefetch_write(t.out + (row + r) * t.ldo + (panel + i) * kPanel);
+    const uint8_t* w = t.panels + panel * t.panel_stride;
+    fused_tile<format, wide, panels, rows>(w, t.panel_stride, t.k / kGroup, t.x + row * t.ldx, t.ldx, out);
+    write_tile(t, out, panels * 16, panel * kPanel, row, rows);
+}
+
+template <Format format, bool wide, int rows>
+static int fused_rows(const GemmTask& t, int row) {
+    constexpr int most = fused_panels(rows);
+    int p = 0;
+    for (; p + most <= t.num_panels; p += most) fused_columns<format, wide, most, rows>(t, p, row);
+    if constexpr (most == 4)
+        for (; p + 2 <= t.num_panels; p += 2) fused_columns<format, wide, 2, rows>(t, p, row);
+    for (; p < t.num_panels; ++p) fused_columns<format, wide, 1, rows>(t, p, row);
+    return rows;
 }
 
 template <Format format, bool wide>
 static void gemm_fused(const GemmTask& t) {
-    alignas(64) float out[8 * 32];
-    const int rows = t.row_end - t.row_begin, most = kManyRegisters || rows == 1 ? 2 : 1;
-    for (int p = 0, panels; p < t.num_panels; p += panels) {
-        panels = t.num_panels - p < most ? t.num_panels - p : most;
-        const uint8_t* w = t.panels + p * t.panel_stride;
-        for (int row = t.row_begin, done; row < t.row_end; row += done) {
-            const float* x = t.x + row * t.ldx;
-            const int rest = t.row_end - row, groups = t.k / kGroup;
-            done = panels == 2 ? fused_rows<format, wide, 2>(w, t.panel_stride, groups, x, t.ldx, rest, out)
-                               : fused_rows<format, wide, 1>(w, t.panel_stride, groups, x, t.ldx, rest, out);
-            write_tile(t, out, panels * 16, p * kPanel, row, done);
+    for (int row = t.row_begin; row < t.row_end;) {
+        const int rest = t.row_end - row;
+        if constexpr (kManyRegisters) {
+            if (rest >= 8 && rest != 9) {
+                row += rest >= 16 ? fused_rows<format, wide, 16>(t, row) : fused_rows<format, wide, 8>(t, row);
+                continue;
+            }
         }
+        row += rest >= 4 && rest != 5 ? fused_rows<format, wide, 4>(t, row)
+               : rest >= 3            ? fused_rows<format, wide, 3>(t, row)
+               : rest == 2            ? fused_rows<format, wide, 2>(t, row)
+                                      : fused_rows<format, wide, 1>(t, row);
     }
 }
 
