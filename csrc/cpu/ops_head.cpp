@@ -40,7 +40,7 @@ void HeadOp::run(Team& team, int tid, const Sizes& sizes) const {
     });
     const int blocks = (rows + kRowBlock - 1) / kRowBlock;
     for (const Segment& s : weight->segments) {
-        const int step = panels_per_piece(s, team.size());
+        const int step = panels_per_piece(s, team.size(), input.exact);
         const int pieces = (s.panels + step - 1) / step;
         team.for_each(tid, int64_t(pieces) * blocks, [&](int64_t i) {
             const int block = int(i / pieces) * kRowBlock, panel = int(i % pieces) * step;
