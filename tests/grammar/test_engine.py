@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from headrace.base.clock import ManualClock, SystemClock
+from headrace.base.errors import ModelFileError
 from headrace.control.grammar.manager import GrammarManager
 from headrace.core.engine_core import EngineCore
 from headrace.core.grammar_backend import (
@@ -169,6 +170,17 @@ def test_a_tokenizer_that_cannot_be_loaded_fails_the_requests_that_need_it() -> 
 
     result = run(make_core(load)[0], [ask("g", StructuredOutputParams(regex="a")), make_request("free")])
     assert "tokenizer cannot be used" in (result["g"][1].error or "")
+    assert result["free"][1].finish_reason is FinishReason.LENGTH
+
+
+@pytest.mark.parametrize("error", [ModelFileError("/secret/model.gguf: gone"), OSError(2, "gone", "/secret/x")])
+def test_a_tokenizer_that_has_gone_is_told_without_its_path(error: Exception) -> None:
+    def load() -> TokenizerSource:
+        raise error
+
+    result = run(make_core(load)[0], [ask("g", StructuredOutputParams(regex="a")), make_request("free")])
+    assert "tokenizer cannot be read" in (result["g"][1].error or "")
+    assert "secret" not in (result["g"][1].error or "")
     assert result["free"][1].finish_reason is FinishReason.LENGTH
 
 

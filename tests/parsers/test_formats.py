@@ -46,7 +46,7 @@ CASES = {
         (f"Well: {TAGGED}{TAGGED}", "Well:", [("say", '{"text": "12", "n": 3}')] * 2),
         ("<tool_call><function=add></function></tool_call>", "", [("add", "{}")]),
         (
-            "<tool_call><function=say><parameter=n>NaN</parameter><parameter=text>\"\\ud83d\"</parameter></function>",
+            '<tool_call><function=say><parameter=n>NaN</parameter><parameter=text>"\\ud83d"</parameter></function>',
             "",
             [("say", '{"n": "NaN", "text": "\\"\\\\ud83d\\""}')],
         ),

@@ -366,6 +366,10 @@ class LLGuidanceCompiler:
             if self._tokenizer is None:
                 try:
                     self._tokenizer = GrammarTokenizer(self._load(), self._vocab_size)
-                except (GrammarError, HeadraceError) as error:
-                    self._tokenizer = GrammarError(str(error))
+                except GrammarError as error:
+                    self._tokenizer = error
+                except Exception:
+                    # Its words may name files, and what is said here goes to clients.
+                    logger.exception("the tokenizer cannot be read for structured outputs")
+                    self._tokenizer = GrammarError("the tokenizer cannot be read; the server's log has the cause")
             return self._tokenizer
