@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from headrace.base.errors import InvalidRequestError
 from headrace.frontend.chat import ChatTemplate
 from headrace.frontend.fan_out import fan_out
 from headrace.frontend.input_processor import InputProcessor, PromptTokens
@@ -83,3 +89,21 @@ def test_a_chat_begins_with_bos_unless_it_is_not_to(byte_fallback: Tokenizer) ->
         bare = source.tokenize_chat(template, messages, add_special_tokens=False).token_ids
         assert plain.count(1) == 1 and plain[0] == 1
         assert bare == (plain if told else plain[1:])
+
+
+def test_tools_are_told_of_where_the_template_has_no_place_for_them(byte_level: Tokenizer) -> None:
+    source = make_input(byte_level)
+    source.limits = replace(LIMITS, max_model_len=4096)
+    plain = ChatTemplate("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}", {})
+    reads = ChatTemplate("{{ messages[0].content }}{{ tools | length }}", {})
+    user, tools = {"role": "user", "content": "x"}, [{"type": "function", "function": {"name": "f"}}]
+    assert source.tokenize_chat(reads, [user], tools=tools).text == "x1"
+    told = source.tokenize_chat(plain, [user], tools=tools).text or ""
+    assert told.startswith("<system>You may call") and '"name": "f"' in told and told.endswith("<user>x")
+    system = {"role": "system", "content": [{"type": "text", "text": "S"}]}
+    joined = source.tokenize_chat(plain, [system, user], tools=tools).text or ""
+    assert joined.startswith("<system>S") and joined.count("<system>") == 1 and '"name": "f"' in joined
+    wrong: list[Any] = [[5], "x", [{"role": "system", "content": 5}], []]
+    for messages in wrong:
+        with pytest.raises(InvalidRequestError, match="messages"):
+            source.tokenize_chat(plain, messages, tools=tools)

@@ -20,6 +20,7 @@ from headrace.entrypoints.engine_config import load_engine_config
 from headrace.frontend.input_processor import Prompt, PromptTokens
 from headrace.frontend.sync_engine import SyncEngine
 from headrace.frontend.tokenizer import Tokenizer
+from headrace.frontend.tools import plan_tools
 from headrace.messages.request_output import RequestOutput
 from headrace.messages.requests import Profile, ResetPrefixCache
 from headrace.messages.sampling_params import SamplingParams
@@ -99,17 +100,18 @@ class LLM:
             use_tqdm: as in `generate`.
             add_generation_prompt: end each prompt with the opening of an assistant's turn.
             continue_final_message: go on inside the last message instead.
-            tools: shown to the template.
+            tools: functions as the OpenAI API has them, shown to the model.
             chat_template_kwargs: further variables that the template reads.
         """
         one = not messages or isinstance(messages[0], Mapping)
         conversations: Sequence[Any] = [messages] if one else messages
+        shown = plan_tools(tools, None, None, self.config.limits).for_template()
         prompts = [
             self._engine.tokenize_chat(
                 conversation,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
-                tools=tools,
+                tools=shown,
                 chat_template_kwargs=chat_template_kwargs,
             )
             for conversation in conversations

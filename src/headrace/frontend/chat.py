@@ -162,6 +162,10 @@ class ChatTemplate:
         self.wants_parts = _loops_over_content(tree)
         self._knows_developer = "developer" in source
 
+    def check(self, messages: Sequence[Mapping[str, Any]]) -> None:
+        """Raise `InvalidRequestError` for messages in a wrong shape."""
+        self._shape(messages)
+
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],

@@ -17,6 +17,7 @@ from headrace.frontend import validation
 from headrace.frontend.chat import ChatTemplate
 from headrace.frontend.seeds import derive_seed
 from headrace.frontend.tokenizer import Tokenizer
+from headrace.frontend.tools import describe_tools
 from headrace.frontend.validation import RequestLimits
 from headrace.messages.requests import EngineCoreRequest
 from headrace.messages.sampling_params import SamplingParams
@@ -115,6 +116,7 @@ class InputProcessor:
         template: ChatTemplate | None,
         messages: Sequence[Mapping[str, Any]],
         *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         add_special_tokens: bool = True,
         **options: Any,
     ) -> PromptTokens:
@@ -123,14 +125,18 @@ class InputProcessor:
         Args:
             template: of the model.
             messages: the conversation.
+            tools: that may be called; told of in the system turn where the template has no place for them.
             add_special_tokens: begin with BOS where the model wants one and the template wrote none.
             options: those of `ChatTemplate.render`.
         """
         if template is None or self.tokenizer is None:
             message = "the model has no chat template; start the server with --chat-template, or send a prompt"
             raise InvalidRequestError(message, param="messages", code="no_chat_template")
-        validation.check_chat_size(messages, options.get("tools"), self.limits)
-        text = template.render(messages, **options)
+        validation.check_chat_size(messages, tools, self.limits)
+        if tools and "tools" not in template.variables:
+            template.check(messages)
+            messages, tools = describe_tools(messages, tools), None
+        text = template.render(messages, tools=tools, **options)
         self.num_chars(text)
         encode = self.tokenizer.encode_chat if add_special_tokens else self._encode_bare
         tokens = PromptTokens(encode(text), text)

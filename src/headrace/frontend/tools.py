@@ -183,9 +183,11 @@ def _parse_choice(choice: Any, tools: Tools) -> tuple[Literal["none", "auto", "r
     return "named", name
 
 
-def describe_tools(messages: Sequence[Mapping[str, Any]], plan: ToolPlan) -> list[Mapping[str, Any]]:
+def describe_tools(
+    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
+) -> list[Mapping[str, Any]]:
     """Return the conversation with the tools told of in its system turn, for templates that have no place for them."""
-    lines = [json.dumps(tool, ensure_ascii=False) for tool in plan.for_template() or ()]
+    lines = [json.dumps(tool, ensure_ascii=False) for tool in tools]
     text = "\n".join(
         [
             "You may call functions. Each line between <tools> and </tools> describes one:",

@@ -20,7 +20,7 @@ from headrace.entrypoints.openai.refusals import check_refusals
 from headrace.entrypoints.openai.sampling import check_stream_fields, make_sampling
 from headrace.entrypoints.openai.sse import ChunkTemplate, event
 from headrace.frontend.input_processor import PromptTokens
-from headrace.frontend.tools import ToolPlan, describe_tools, plan_tools
+from headrace.frontend.tools import ToolPlan, plan_tools
 from headrace.messages.request_output import CompletionOutput, RequestOutput
 
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
@@ -96,13 +96,10 @@ async def render(
     """The prompt of a chat, alike for answering and for counting."""
     assert body.messages is not None
     messages: list[Any] = [_as_dict(message) for message in body.messages]
-    tools, template = plan.for_template(), context.llm.chat_template
-    if tools and template is not None and "tools" not in template.variables:
-        messages, tools = describe_tools(messages, plan), None
     generation = not body.continue_final_message if body.add_generation_prompt is None else body.add_generation_prompt
     return await context.llm.tokenize_chat(
         messages,
-        tools=tools,
+        tools=plan.for_template(),
         add_special_tokens=body.add_special_tokens is not False,
         add_generation_prompt=generation,
         continue_final_message=bool(body.continue_final_message),
