@@ -168,13 +168,36 @@ def test_the_price_of_a_token_comes_from_steps_with_many() -> None:
     assert cost.max_prompt_tokens(0.0201, 1) == 20
 
 
+def test_a_machine_that_becomes_faster_makes_no_token_free() -> None:
+    """Streams were measured while something held the machine up; now steps with prompts are quicker than that."""
+    cost = LearntCost()
+    for _ in range(9):
+        cost.record(0.080, 0)
+        cost.record(0.0875, 10)
+    chunks = []
+    for _ in range(12):
+        chunks.append(cost.max_prompt_tokens(cost.scaled_gap(1.4) or 0.0, 4))
+        cost.record(0.015 + 0.0007 * chunks[-1], chunks[-1])
+    assert chunks[0] == max(chunks) == 20
+    assert (cost.scaled_gap(1.0) or 0.0) < 0.025
+
+
+def test_chunks_grow_in_steps_unless_it_is_urgent() -> None:
+    cost = LearntCost()
+    cost.record(0.010, 0)
+    cost.record(0.010, 0)
+    cost.record(0.0101, 8)
+    assert cost.max_prompt_tokens(0.020, 4) == 16
+    assert cost.max_prompt_tokens(0.020, 4, urgency=20.0) == 320
+
+
 def test_stale_costs_are_measured_anew() -> None:
     cost = LearntCost()
     assert cost.scaled_gap(2.0) is None and cost.is_stale(1)
     for _ in range(4):
         cost.record(0.01, 0)
     assert not cost.is_stale(1) and cost.is_stale(2)
-    for _ in range(64):
+    for _ in range(32):
         cost.record(0.02, 10)
     assert cost.is_stale(1)
     cost.record(0.04, 0)

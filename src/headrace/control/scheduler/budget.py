@@ -9,10 +9,12 @@ _FIRST_PROMPT_SHARE = 64
 # How many steps of each kind are remembered, and for how many with prompts in a row the base is believed.
 _NUM_PLAIN = 9
 _NUM_MIXED = 15
-_MAX_MIXED_STEPS = 64
+_MAX_MIXED_STEPS = 32
 # Of two steps the quicker one counts, so that one hiccup does not set the pace.
 _NUM_FRESH = 2
 _MAX_GROWTH = 1.5
+# Chunks larger than any lately are approached in steps: what they would cost is a guess from smaller ones.
+_CHUNK_GROWTH = 2.0
 
 
 class StepBudget:
@@ -46,8 +48,8 @@ class StepCost:
 
     Pure: it sees durations and counts, never a clock. Both are medians of recent steps (the price's weighs each step by
     its prompt tokens, for the fewer they are the more of the difference is chance), since a step may be held up by
-    anything on the machine. The base is learnt only from steps without prompts; `is_stale` asks for some when many had
-    prompts, or when there are far more or fewer streams now.
+    anything on the machine. The base is learnt from steps without prompts and is never more than a step with some took;
+    `is_stale` asks for steps without when many had prompts, or when there are far more or fewer streams now.
     """
 
     def __init__(self) -> None:
@@ -70,8 +72,7 @@ class StepCost:
         if duration_s <= 0.0:
             return
         if num_prompt_tokens:
-            extra = max(0.0, duration_s - (self._base_s or 0.0))
-            self._mixed.append((extra / num_prompt_tokens, num_prompt_tokens))
+            self._learn_price(duration_s, num_prompt_tokens)
             self._num_mixed += 1
             if self._num_mixed == _MAX_MIXED_STEPS:
                 self._num_wanted = _NUM_FRESH
@@ -85,16 +86,31 @@ class StepCost:
         if not self._num_wanted or self._base_s is None:
             self._base_s = sorted(self._plain)[(len(self._plain) - 1) // 2]
 
+    def _learn_price(self, duration_s: float, num_tokens: int) -> None:
+        base_s = self._base_s or 0.0
+        if duration_s > base_s:
+            self._mixed.append(((duration_s - base_s) / num_tokens, num_tokens))
+        else:
+            # The machine has become faster, and tokens are not free.
+            self._base_s = duration_s
+
     def scaled_gap(self, factor: float) -> float | None:
         """Seconds of ``factor`` steps of streams alone; ``None`` while those are unknown."""
         return None if self._base_s is None else factor * self._base_s
 
-    def max_prompt_tokens(self, gap_s: float, at_least: int) -> int:
-        """Prompt tokens that a step of at most ``gap_s`` has room for; never under ``at_least``, so prompts advance."""
+    def max_prompt_tokens(self, gap_s: float, at_least: int, urgency: float = 1.0) -> int:
+        """Prompt tokens that a step of at most ``gap_s`` has room for.
+
+        Args:
+            at_least: never fewer, so that prompts advance.
+            urgency: how much faster than usual chunks may grow.
+        """
         if not self._mixed:
             return max(at_least, _FIRST_PROMPT_SHARE)
         room_s = gap_s - (self._base_s or 0.0)
-        return max(at_least, int(room_s / max(_weighted_median(self._mixed), 1e-9)))
+        largest = max(num_tokens for _, num_tokens in self._mixed)
+        room = min(room_s / _weighted_median(self._mixed), _CHUNK_GROWTH * urgency * largest)
+        return max(at_least, int(room))
 
 
 def _weighted_median(values: Iterable[tuple[float, int]]) -> float:

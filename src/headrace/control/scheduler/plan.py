@@ -122,7 +122,8 @@ def _get_prompt_share(state: SchedulerState, urgency: float) -> int:
         if scaled is not None:
             limits.append(max(scaled, _UNFELT_GAP_S))
     # Before any step of streams alone there is no measure: the least that advances.
-    return cost.max_prompt_tokens(min(limits, default=0.0), min(_LEAST_PROMPT_TOKENS, state.kv.block_size))
+    least = min(_LEAST_PROMPT_TOKENS, state.kv.block_size)
+    return cost.max_prompt_tokens(min(limits, default=0.0), least, urgency)
 
 
 def _get_prompt_limit(state: SchedulerState, budget: StepBudget) -> int:
