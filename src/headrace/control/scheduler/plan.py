@@ -59,7 +59,7 @@ _STREAMS_PER_PROMPT = 4
 _PATIENCE_S = 3.0
 _MAX_WAIT_FACTOR = 2.5
 # Tokens that follow each other as fast as this are read by nobody: there is no need to hold prompts back for less.
-_UNFELT_GAP_S = 0.012
+_UNFELT_GAP_S = 0.015
 # A waiting prompt is short when it takes at most this part of a step.
 _SHORT_SHARE = 4
 # More prompts than this do not advance side by side: all of them would end late.
