@@ -6,6 +6,7 @@ is not there, or not the asker's, does not exist.
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -46,7 +47,7 @@ class StoredResponse:
 
 
 class ResponseStore:
-    """See the module.
+    """See the module. Large answers are stored from threads, so a lock holds the sum together.
 
     Args:
         limit: bytes of all answers together; 0 stores none.
@@ -55,6 +56,7 @@ class ResponseStore:
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._size = 0
+        self._lock = threading.Lock()
         self._kept: OrderedDict[tuple[str | None, str], StoredResponse] = OrderedDict()
 
     @property
@@ -64,14 +66,15 @@ class ResponseStore:
 
     def put(self, owner: str | None, name: str, stored: StoredResponse) -> None:
         """Keep an answer, in the place of the oldest ones; one that is larger than everything together is not kept."""
-        self.remove(owner, name)
-        if stored.size > self._limit:
-            return
-        self._kept[owner, name] = stored
-        self._size += stored.size
-        while self._size > self._limit:
-            _, oldest = self._kept.popitem(last=False)
-            self._size -= oldest.size
+        with self._lock:
+            self._drop(owner, name)
+            if stored.size > self._limit:
+                return
+            self._kept[owner, name] = stored
+            self._size += stored.size
+            while self._size > self._limit:
+                _, oldest = self._kept.popitem(last=False)
+                self._size -= oldest.size
 
     def get(self, owner: str | None, name: str) -> StoredResponse | None:
         """An answer by its id."""
@@ -79,6 +82,10 @@ class ResponseStore:
 
     def remove(self, owner: str | None, name: str) -> bool:
         """Forget an answer; returns whether it was there."""
+        with self._lock:
+            return self._drop(owner, name)
+
+    def _drop(self, owner: str | None, name: str) -> bool:
         stored = self._kept.pop((owner, name), None)
         self._size -= stored.size if stored is not None else 0
         return stored is not None
