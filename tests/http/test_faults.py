@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import httpx
 import pytest
 
 from headrace.base.errors import ControlFailedError
+from headrace.frontend.parsers.answer_parser import AnswerParser
+from headrace.frontend.parsers.events import ParsedDelta
 from tests.http_service import MODEL, events_of
-from tests.simulated_service import CORE_PHASES, SimulatedService, start_simulated
+from tests.simulated_service import CORE_PHASES, PoisonError, SimulatedService, start_simulated
 
 COMPLETION, CHAT = "/v1/completions", "/v1/chat/completions"
 
@@ -106,6 +108,23 @@ async def test_a_fault_in_preparing(service: SimulatedService, path: str, stream
     beside, reply = await asyncio.gather(neighbours(service), culprit(service, path, stream, "POISON"))
     assert beside == alone
     check_failed(reply, stream, late=False)
+    await service.settles()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_fault_in_reading_the_answer(
+    service: SimulatedService, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    """The parsers of reasoning and calls, which only chats have; the request leaves the engine at once."""
+
+    def feed(self: AnswerParser, text: str, token_ids: Sequence[int], final: bool) -> ParsedDelta:
+        raise PoisonError
+
+    alone = await neighbours(service)
+    monkeypatch.setattr(AnswerParser, "feed", feed)
+    beside, reply = await asyncio.gather(neighbours(service), culprit(service, CHAT, stream))
+    assert beside == alone
+    check_failed(reply, stream, late=True)
     await service.settles()
 
 
