@@ -22,6 +22,7 @@ import numpy as np
 
 from headrace.base.clock import Clock
 from headrace.base.errors import HeadraceError
+from headrace.base.free_memory import give_back_memory
 from headrace.base.logging import get_logger
 from headrace.core.daemon_pool import DaemonPool, PoolFullError
 from headrace.core.grammar_source import is_json_throughout, make_source
@@ -360,6 +361,8 @@ class LLGuidanceCompiler:
         tokenizer = self._get_tokenizer()
         if isinstance(tokenizer, GrammarTokenizer):
             tokenizer.find_runs()
+        # Reading tokenizers leaves a heap behind that is larger than they are.
+        give_back_memory()
 
     def _get_tokenizer(self) -> GrammarTokenizer | GrammarError:
         with self._lock:
