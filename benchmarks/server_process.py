@@ -72,11 +72,11 @@ class Server:
         return (int(fields[11]) + int(fields[12])) / TICKS
 
     def memory_mib(self) -> list[float]:
-        """Resident memory of each process."""
+        """Resident memory of each process, without that of mapped files."""
         found = []
         for pid in self.pids:
             status = Path(f"/proc/{pid}/status").read_text()
-            found.append(int(status.split("VmRSS:")[1].split()[0]) / 1024)
+            found.append(int(status.split("RssAnon:")[1].split()[0]) / 1024)
         return found
 
     def stop(self) -> int:

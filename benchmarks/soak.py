@@ -279,7 +279,7 @@ class Soak:
             "aborted": after.get("ended abort", 0) - before.get("ended abort", 0),
             "preemptions": _rise(before, after, "vllm:num_preemptions_total"),
             "generated": generated,
-            "memory_mib": [self.memory[0], self.memory[len(self.memory) // 2], self.memory[-1]],
+            "memory_mib": [[round(mib, 1) for mib in row] for row in self.memory[:: max(1, len(self.memory) // 10)]],
         }
 
     def _check_memory(self) -> None:
