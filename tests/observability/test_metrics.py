@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 from headrace.base.clock import ManualClock
+from headrace.control.scheduler.recorder import WaitReason
 from headrace.messages.outputs import RequestTimes, SchedulerStats
 from headrace.observability.instruments import Histogram, one_two_five
 from headrace.observability.metrics import EngineMetrics
@@ -160,6 +161,13 @@ def test_values_of_labels() -> None:
         "engine_sleep_state,sleep_state": ("awake", "weights_offloaded", "discard_all"),
     }.items():
         assert {key for key in seen if key.startswith(f"vllm:{name}=")} == {f"vllm:{name}={v}" for v in values}
+
+
+def test_every_reason_to_wait_has_a_series() -> None:
+    reasons = {r.value for r in WaitReason} | {"next_step"}
+    assert {key for key in samples(make_metrics()) if key.startswith("headrace:waiting_reasons")} == {
+        f"headrace:waiting_reasons,reason={reason}" for reason in reasons
+    }
 
 
 def test_lifetimes_of_blocks_are_told_only_when_sampled() -> None:

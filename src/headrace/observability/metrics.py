@@ -19,6 +19,7 @@ from prometheus_client.registry import Collector
 
 from headrace.messages.outputs import RequestTimes, SchedulerStats
 from headrace.observability.buckets import RESIDENCY_S, STEP_TOKENS
+from headrace.observability.explain import CAUSES
 from headrace.observability.instruments import Counter, Histogram, one_two_five
 
 CONTENT_TYPE: str = CONTENT_TYPE_LATEST
@@ -30,6 +31,8 @@ _SECONDS = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0
 _LATENCY = (*_SECONDS, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0)
 _SMALL = (1, 2, 5, 10, 20)
 _REASONS = ("stop", "length", "abort", "error")
+_WAITING = "waiting_"
+_WAITING_REASONS = [cause.removeprefix(_WAITING) for cause in CAUSES if cause.startswith(_WAITING)]
 # Causes of waiting that more capacity would not cure at once; everything else counts as a lack of capacity.
 _DEFERRED = frozenset({"grammar", "remote_kvs", "external_hit", "steps_in_flight", "drain"})
 
@@ -221,7 +224,7 @@ class EngineMetrics(Collector):
         info.add_metric([*self._base.values(), *self._cache_info.values()], 1)
         yield info
         waiting = GaugeMetricFamily("headrace:waiting_reasons", "Why requests wait.", labels=[*self._base, "reason"])
-        for reason, count in stats.waiting_reasons.items():
+        for reason, count in (dict.fromkeys(_WAITING_REASONS, 0) | stats.waiting_reasons).items():
             waiting.add_metric([*self._base.values(), reason], count)
         yield waiting
         watermark = {"admitted": stats.num_watermark_admitted, "held": stats.num_watermark_held}
