@@ -176,13 +176,14 @@ class ReceiverWorker(NullWorkerConnector):
 
 
 class Pair:
-    """Both cores and the router before them; ``pools`` must be as at the start when nothing runs."""
+    """Both cores and the router before them, which takes ``pause_s`` between the two."""
 
     def __init__(
         self,
         *,
         lease_s: float = 4.0,
         delay_s: float = 0.02,
+        pause_s: float = 0.0,
         policy: LoadFailurePolicy = "recompute",
         block_sizes: tuple[int, int] = (4, 4),
         num_kv_blocks: int = 65,
@@ -199,6 +200,8 @@ class Pair:
             for (scheduler_side, worker_side), size in zip(sides, block_sizes, strict=True)
         )
         self._asked: dict[str, EngineCoreRequest] = {}
+        self._pause_s = pause_s
+        self._between: list[tuple[float, EngineCoreRequest]] = []
 
     def _make_core(self, connector: Any, worker: Any, block_size: int, num_kv_blocks: int, depth: int) -> EngineCore:
         config = make_engine_config(block_size=block_size, num_kv_blocks=num_kv_blocks, pipeline_depth=depth)
@@ -222,6 +225,11 @@ class Pair:
 
     def turn(self) -> None:
         """One step of each core."""
+        now = self.clock.monotonic()
+        for entry in [one for one in self._between if one[0] <= now]:
+            self._between.remove(entry)
+            if entry[1].request_id in self._asked:
+                self.decode.add_request(entry[1])
         self._step(self.prefill, self._on_prefilled)
         self._step(self.decode, self._on_output)
         self.clock.advance(TURN_S)
@@ -229,9 +237,13 @@ class Pair:
     def run(self, seconds: float | None = None) -> None:
         """Until nothing is left to do, or for some time."""
         end = self.clock.monotonic() + (60.0 if seconds is None else seconds)
-        while self.clock.monotonic() < end and (seconds or self.prefill.has_work or self.decode.has_work):
+        while self.clock.monotonic() < end and (seconds or self._has_work):
             self.turn()
-        assert seconds or not (self.prefill.has_work or self.decode.has_work), "somebody waits for ever"
+        assert seconds or not self._has_work, "somebody waits for ever"
+
+    @property
+    def _has_work(self) -> bool:
+        return bool(self._between or self.prefill.has_work or self.decode.has_work)
 
     def _step(self, core: EngineCore, take: Callable[[EngineCoreOutput], None]) -> None:
         for outputs in core.step().values():
@@ -242,9 +254,8 @@ class Pair:
     def _on_prefilled(self, output: EngineCoreOutput) -> None:
         request = self._asked.get(output.request_id)
         if output.finish_reason is not None and request is not None:
-            self.decode.add_request(
-                msgspec.structs.replace(request, kv_transfer_params=dict(output.kv_transfer_params or {}))
-            )
+            found = msgspec.structs.replace(request, kv_transfer_params=dict(output.kv_transfer_params or {}))
+            self._between.append((self.clock.monotonic() + self._pause_s, found))
 
     def _on_output(self, output: EngineCoreOutput) -> None:
         self.tokens[output.request_id] += output.new_token_ids
