@@ -7,10 +7,12 @@ import random
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from headrace.base.errors import InvalidRequestError
 from headrace.config.sections import LimitsSection
-from headrace.core.grammar_backend import compile_grammar
+from headrace.core.grammar_backend import GrammarError, compile_grammar
 from headrace.core.grammar_source import make_source
 from headrace.frontend.parsers.registry import TOOL_FORMATS
 from headrace.frontend.tools import ToolPlan, plan_tools
@@ -197,3 +199,43 @@ def test_functions_that_are_not_strict_take_any_arguments() -> None:
         ("mistral", '[TOOL_CALLS]loose{"q": [1]}'),
     ):
         assert takes(constraint(form, asked), text)
+
+
+_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-2, 2) | st.sampled_from(["", "{", "<t>", "a\nb", "/", "\x07", "object"]),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["schema", "parts", "begin", "end", "type"]), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+_STRUCTURE = st.fixed_dictionaries(
+    {"begin": _JSON, "end": _JSON}, optional={"schema": _JSON, "parts": _JSON | st.lists(_JSON, max_size=3)}
+)
+_TAG = st.fixed_dictionaries(
+    {"structures": _JSON | st.lists(_STRUCTURE, min_size=1, max_size=2)},
+    optional={
+        "triggers": _JSON | st.just(["<t>", "{"]),
+        "otherwise": _JSON,
+        "at_start": _JSON
+        | st.fixed_dictionaries(
+            {"separator": _JSON}, optional=dict.fromkeys(("lead", "opening", "closing"), _JSON)
+        ),
+    },
+)
+
+
+@given(tag=_TAG)
+@settings(max_examples=300, deadline=None)
+def test_whatever_is_sent_as_a_tag_is_a_grammar_or_refused(tag: Any) -> None:
+    """B064."""
+    try:
+        source = make_source(StructuredOutputParams(structural_tag=json.dumps(tag)), {"<t>": 3})
+    except InvalidRequestError as error:
+        assert error.param == "structured_outputs.structural_tag"
+        return
+    try:
+        compile_grammar(StructuredOutputParams(structural_tag=json.dumps(tag)), TOKENIZER)
+    except (GrammarError, InvalidRequestError):
+        return
+    assert json.loads(source)
