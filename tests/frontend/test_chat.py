@@ -118,6 +118,7 @@ def test_legal_histories_render() -> None:
     cases: list[tuple[list[dict[str, Any]], str]] = [
         ([{"role": "assistant", "content": None, "tool_calls": [call('{"a": 1}')]}], '<assistant>[f {"a": 1}]'),
         ([{"role": "assistant", "content": "x", "tool_calls": []}], "<assistant>x"),
+        ([{"role": "assistant", "function_call": {"name": "f", "arguments": '{"a": 1}'}}], '<assistant>[f {"a": 1}]'),
         ([{"role": "assistant", "content": None, "tool_calls": [call(None)]}], "<assistant>[f {}]"),
         ([{"role": "assistant", "content": None, "tool_calls": [call("")]}], "<assistant>[f {}]"),
         ([{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}], "<user>a\nb"),
@@ -151,6 +152,8 @@ def test_a_template_that_walks_through_parts_gets_parts() -> None:
         [{"role": "assistant", "content": None, "tool_calls": [call("{not json")]}],
         [{"role": "assistant", "content": None, "tool_calls": [{}]}],
         [{"role": "assistant", "content": None, "tool_calls": "x"}],
+        [{"role": "assistant", "content": None, "function_call": "x"}],
+        [{"role": "assistant", "content": None, "function_call": {"arguments": "{}"}}],
         [{"role": ["user"], "content": "x"}],
     ],
     ids=lambda value: repr(value)[:40],

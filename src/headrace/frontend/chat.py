@@ -255,7 +255,11 @@ class ChatTemplate:
         if reasoning is not None:
             shaped["reasoning_content"] = shaped["reasoning"] = reasoning
         calls = message.get("tool_calls")
-        shaped.pop("tool_calls", None)
+        if not calls and message.get("function_call"):
+            # The older way of saying it.
+            calls = [{"type": "function", "function": message["function_call"]}]
+        for name in ("tool_calls", "function_call"):
+            shaped.pop(name, None)
         if calls:
             shaped["tool_calls"] = _shape_calls(f"{where}.tool_calls", calls)
         elif message.get("content") is None and role not in ("assistant", "tool", "function"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 from headrace.base.errors import InvalidRequestError
@@ -12,6 +13,13 @@ from headrace.messages.sampling_params import StructuredOutputParams
 
 _TEXTS = frozenset({"regex", "grammar"})
 _KINDS = frozenset({"json", "json_object", "regex", "choice", "grammar", "structural_tag"})
+_FORMAT_KEYS = {
+    "text": {"type"},
+    "json_object": {"type"},
+    "json_schema": {"type", "json_schema"},
+    "structural_tag": {"type", "triggers", "structures", "at_start", "otherwise"},
+}
+_SCHEMA_KEYS = frozenset({"name", "description", "schema", "strict"})
 
 
 class Constraint(NamedTuple):
@@ -64,6 +72,12 @@ def _calls_or(asked: Constraint, tag: dict[str, Any]) -> Constraint:
     return Constraint(StructuredOutputParams(structural_tag=json.dumps(tag, ensure_ascii=False)), asked.param)
 
 
+def _check_keys(where: str, value: dict[str, Any], known: Collection[str]) -> None:
+    for key in value:
+        if key not in known:
+            raise _refuse(f"{where}.{key[:40]}", "is not known")
+
+
 def _refuse(param: str, reason: str) -> InvalidRequestError:
     return InvalidRequestError(f"{param} {reason}", param=param)
 
@@ -73,6 +87,8 @@ def _read_format(value: Any) -> Constraint | None:
     if value is None:
         return None
     kind = value.get("type") if isinstance(value, dict) else None
+    if isinstance(kind, str) and kind in _FORMAT_KEYS:
+        _check_keys(name, value, _FORMAT_KEYS[kind])
     if kind == "text":
         return None
     if kind == "json_object":
@@ -81,6 +97,7 @@ def _read_format(value: Any) -> Constraint | None:
         described = value.get("json_schema")
         if not isinstance(described, dict) or "schema" not in described:
             raise _refuse(f"{name}.json_schema", "must be an object with a schema")
+        _check_keys(f"{name}.json_schema", described, _SCHEMA_KEYS)
         where = f"{name}.json_schema.schema"
         return Constraint(StructuredOutputParams(json=_as_json(where, described["schema"])), where)
     if kind == "structural_tag":
@@ -94,9 +111,7 @@ def _read_field(value: Any) -> Constraint | None:
         return None
     if not isinstance(value, dict):
         raise _refuse(name, "must be an object")
-    for key in value:
-        if key not in _KINDS:
-            raise _refuse(f"{name}.{key[:40]}", "is not known")
+    _check_keys(name, value, _KINDS)
     given = {key: item for key, item in value.items() if item is not None and item is not False}
     if len(given) != 1:
         raise _refuse(name, f"needs exactly one of {', '.join(sorted(_KINDS))}")
