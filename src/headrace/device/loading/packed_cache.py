@@ -132,7 +132,8 @@ class PackedCache:
                 staged.unlink(missing_ok=True)
             _trim(self.path, self._max_bytes)
         except OSError as error:
-            logger.warning("packed weights cannot be kept in %s (%s)", self.path.parent, error)
+            folder = self.path.parent
+            logger.warning("packed weights cannot be kept in %s (%s); --packed-cache 0 keeps none", folder, error)
 
 
 def open_packed_cache(config: EngineConfig, parallel: ParallelGroups | None) -> PackedCache:
