@@ -112,6 +112,25 @@ def test_a_worker_of_several_dies(smollm2_gguf: Path) -> None:
         assert not any(Path(f"/proc/{pid}").exists() for pid in workers)
 
 
+def test_a_core_that_dies_while_it_starts(smollm2_gguf: Path) -> None:
+    with ServerProcess(smollm2_gguf, *FLAGS) as server:
+        deadline = time.monotonic() + 60
+        while (core := find_core(server)) is None:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        os.kill(core, signal.SIGKILL)
+        assert server.wait(30) == 1
+        last = server.lines[-1]
+        assert all(word in last for word in ("headrace: error: ", "while starting", "SIGKILL", MORE_MEMORY)), last
+
+
+def find_core(server: ServerProcess) -> int | None:
+    try:
+        return server.core_pid()
+    except StopIteration:
+        return None
+
+
 def test_a_model_whose_weights_are_missing(tmp_path: Path, smollm2_gguf: Path) -> None:
     broken = tmp_path / "model.gguf"
     with smollm2_gguf.open("rb") as whole:
