@@ -7,15 +7,17 @@
 
 namespace headrace {
 
+constexpr int kMostHeads = 8;  // query heads of one kv head in a task
+
 // How query heads are shared by the tasks of one place: `kv_heads` kv heads with `heads` query heads each, or one kv head's
 // query heads in `parts` parts when they are too many for a task.
 struct HeadCut {
     int kv_heads, heads, parts;
     HeadCut(int group, int num_kv_heads, bool one_row) {
         parts = 1;
-        while ((group + parts - 1) / parts > kMaxPairs / 3) ++parts;
+        while ((group + parts - 1) / parts > kMostHeads) ++parts;
         heads = (group + parts - 1) / parts;
-        kv_heads = one_row && parts == 1 ? std::min(num_kv_heads, kMaxPairs / heads) : 1;
+        kv_heads = one_row && parts == 1 ? std::min(num_kv_heads, 3 * kMostHeads / heads) : 1;
     }
     int tasks(int num_kv_heads) const { return (num_kv_heads + kv_heads - 1) / kv_heads * parts; }
 };
@@ -157,7 +159,9 @@ void AttentionOp::run(Team& team, int tid, const Sizes& sizes) const {
 void AttentionOp::run_whole(Team& team, int tid, const Sizes& sizes) const {
     const int group = num_heads / cache.num_kv_heads;
     const HeadCut one(group, cache.num_kv_heads, true), many(group, cache.num_kv_heads, false);
-    const int rows_per_task = kMaxPairs / many.heads;
+    // Many rows share the widening of keys and values; few leave no thread idle at the end.
+    const int share = int(int64_t(sizes.tokens) * many.tasks(cache.num_kv_heads) / (8 * team.size()));
+    const int rows_per_task = std::clamp(share / 4 * 4, 4, kMaxPairs / many.heads);
     // Every thread counts for itself: cheaper than waiting for one that does.
     auto* first_unit = team.index(tid);
     first_unit[0] = 0;
@@ -167,15 +171,22 @@ void AttentionOp::run_whole(Team& team, int tid, const Sizes& sizes) const {
         first_unit[r + 1] = first_unit[r] + tiles * (queries == 1 ? one : many).tasks(cache.num_kv_heads);
     }
     const int64_t units = first_unit[sizes.reqs];
-    // From the back: the last rows of the longest prompts take longest.
-    team.for_each(tid, units, [&](int64_t i) {
-        const int64_t unit = units - 1 - i;
+    // The last rows of a prompt take longest. They come first, dealt to the threads in turn.
+    const auto task_of = [&](int64_t i) {
+        const int64_t unit = units - 1 - team.deal(i, units);
         const int req = int(std::upper_bound(first_unit, first_unit + sizes.reqs + 1, unit) - first_unit) - 1;
         const int queries = step.query_start_loc[req + 1] - step.query_start_loc[req];
         const HeadCut& cut = queries == 1 ? one : many;
         const int tasks = cut.tasks(cache.num_kv_heads), in_req = int(unit - first_unit[req]);
         const int first = in_req / tasks * rows_per_task;
-        AttendTask t = task(req, first, std::min(rows_per_task, queries - first), cut, in_req % tasks);
+        return task(req, first, std::min(rows_per_task, queries - first), cut, in_req % tasks);
+    };
+    team.for_each(tid, units, [&](int64_t i) {
+        AttendTask t = task_of(i), next;
+        if (t.num_rows == 1 && i + 1 < units) {
+            next = task_of(i + 1);
+            t.next = &next;
+        }
         t.scratch = team.scratch(tid);
         team.kernels().attend(t);
     });
@@ -189,7 +200,8 @@ void AttentionOp::run_split(Team& team, int tid, const Sizes& sizes) const {
     const int pieces = std::min(most, (team.size() * 4 + tasks * sizes.reqs - 1) / (tasks * sizes.reqs));
     const int64_t partial = cache.head_dim + 2, range_stride = num_heads * partial, req_stride = most * range_stride;
     auto* partials = team.shared<float>(Shared::Partials);
-    team.for_each(tid, int64_t(sizes.reqs) * tasks * pieces, [&](int64_t i) {
+    const int64_t units = int64_t(sizes.reqs) * tasks * pieces;
+    const auto task_of = [&](int64_t i) {
         const int piece = int(i % pieces), index = int(i / pieces % tasks), req = int(i / pieces / tasks);
         AttendTask t = task(req, 0, 1, cut, index);
         const int begin = t.range_begin, ranges = t.range_end - begin;
@@ -198,8 +210,17 @@ void AttentionOp::run_split(Team& team, int tid, const Sizes& sizes) const {
         t.range_end = begin + ranges * (piece + 1) / pieces;
         t.partials = partials + req * req_stride + head * partial;
         t.partial_stride = range_stride;
+        return t;
+    };
+    team.for_each(tid, units, [&](int64_t i) {
+        AttendTask t = task_of(i), next;
+        if (t.range_begin == t.range_end) return;
+        if (i + 1 < units) {
+            next = task_of(i + 1);
+            if (next.range_begin < next.range_end) t.next = &next;
+        }
         t.scratch = team.scratch(tid);
-        if (t.range_begin < t.range_end) team.kernels().attend(t);
+        team.kernels().attend(t);
     });
     const int all = sizes.reqs * num_heads, step_heads = std::max(1, all / (team.size() * 2));
     team.for_each(tid, (all + step_heads - 1) / step_heads, [&](int64_t piece) {

@@ -128,8 +128,7 @@ Team::Stretch Team::find(int owner, uint32_t call, int64_t n, uint64_t word) con
     if (found == call) return {word >> kPieceBits & mask, word & mask};
     // A call is over when all of its pieces are taken: a stretch that is still of an earlier one then has none in it.
     if (n > kMostPieces || call > kMostCalls) std::abort();
-    const auto bound = [&](int64_t t) { return uint64_t((n * t + size_ - 1) / size_); };
-    return {bound(owner), bound(owner + 1)};
+    return {uint64_t(bound(n, owner)), uint64_t(bound(n, owner + 1))};
 }
 
 int64_t Team::take(int tid, uint32_t call, int64_t n) {

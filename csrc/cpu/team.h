@@ -88,6 +88,13 @@ public:
         settle(tid, call, n, done);
     }
 
+    // Counts pieces in the order in which the threads come to them, if all are equally fast: first the first ones of every
+    // thread, then the second ones. For pieces of falling size.
+    int64_t deal(int64_t piece, int64_t n) const {
+        const int64_t thread = piece * size_ / n, first = bound(n, thread), nth = piece - first, least = n / size_;
+        return nth * size_ + (nth < least ? thread : first - thread * least);
+    }
+
     // Only between runs.
     void reserve_shared(Shared which, size_t bytes) { shared_[int(which)].reserve(bytes); }
     void reserve_scratch(size_t floats);
@@ -119,6 +126,7 @@ private:
     struct Stretch {
         uint64_t first, end;
     };
+    int64_t bound(int64_t n, int64_t thread) const { return (n * thread + size_ - 1) / size_; }
     static uint64_t pack(uint32_t call, Stretch s) { return uint64_t(call) << (2 * kPieceBits) | s.first << kPieceBits | s.end; }
     Stretch find(int owner, uint32_t call, int64_t n, uint64_t word) const;
     int64_t take(int tid, uint32_t call, int64_t n);

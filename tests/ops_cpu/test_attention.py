@@ -14,6 +14,7 @@ from tests.ops_cpu.cases import AttentionCase, make_attention
 from tests.ops_cpu.conftest import all_teams, make_ops
 
 MIXED = ((5, 5), (1, 130), (70, 200), (1, 1), (3, 66))
+LONG = ((130, 300), (1, 200), (33, 97))
 F32, F16, I8 = torch.float32, torch.float16, torch.int8
 
 CASES: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
@@ -27,6 +28,10 @@ CASES: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     "one kv head for many": ((MIXED, 32, 1, 80, 16, F16), {}),
     "small blocks": ((MIXED, 4, 2, 16, 8, I8), {"window": 20}),
     "two decodes": ((((1, 280), (1, 5)), 9, 3, 64, 16, F16), {}),
+    "long prompts": ((LONG, 9, 3, 64, 32, F16), {}),
+    "long prompts exact": ((LONG, 9, 3, 64, 16, F32), {}),
+    "long prompts int8": ((LONG, 8, 2, 32, 32, I8), {"window": 100}),
+    "long prompts of many heads": ((((40, 150), (1, 90)), 14, 2, 64, 32, F16), {"chunk": 100}),
     "many decodes": ((tuple((1, 20 * i + 1) for i in range(20)), 9, 3, 64, 32, F16), {}),
 }
 
@@ -105,6 +110,17 @@ def test_what_nobody_may_see_changes_nothing() -> None:
         cache.key.masked_fill(~seen[:, None, None, :], float("nan")),
         cache.value.masked_fill(~seen[:, None, :, None], float("nan")),
     )
+    assert torch.equal(_run(ops, case)[1], out)
+
+
+@pytest.mark.parametrize("window", [20, 40, 64])
+def test_blocks_before_the_window_are_not_looked_up(window) -> None:
+    case, ops = make_attention(((1, 200), (1, 81), (30, 150)), 9, 3, 64, 16, F16, window=window), make_ops()
+    _, out, _ = _run(ops, case)
+    starts = case.meta.query_start_loc.tolist()
+    for req, total in enumerate(case.meta.seq_lens.tolist()):
+        first = total - (starts[req + 1] - starts[req]) - window + 1
+        case.meta.block_table[req, : max(0, first) // 16] = 10**8
     assert torch.equal(_run(ops, case)[1], out)
 
 

@@ -5,8 +5,9 @@
 
 namespace headrace::HR_ISA {
 
-HR_INLINE VF exp(VF x) {
-    const VF clamped = min(bcast(88.0f), max(bcast(-87.33f), x));
+// For x that are not above 88, or NaN.
+HR_INLINE VF exp_below(VF x) {
+    const VF clamped = max(bcast(-87.33f), x);
     const VI n = round_int(mul(clamped, bcast(1.44269504088896341f)));
     const VF nf = to_float(n);
     VF r = fma(nf, bcast(-0.693359375f), clamped);
@@ -19,9 +20,10 @@ HR_INLINE VF exp(VF x) {
     p = fma(p, r, bcast(5.0000001201e-1f));
     p = fma(p, mul(r, r), r);
     p = add(p, bcast(1.0f));
-    const VF power = from_bits(shift_left<23>(iadd(n, ibcast(127))));
-    return select_lt(x, bcast(-87.33f), zero(), mul(p, power));
+    return select_lt(x, bcast(-87.33f), zero(), times_power(p, n, nf));
 }
+
+HR_INLINE VF exp(VF x) { return exp_below(min(bcast(88.0f), x)); }
 
 HR_INLINE float exp1(float x) {
     alignas(64) float lanes[N];

@@ -76,6 +76,8 @@ HR_INLINE VF to_float(VI a) { return {_mm256_cvtepi32_ps(a.v)}; }
 HR_INLINE VI round_int(VF a) { return {_mm256_cvtps_epi32(a.v)}; }
 HR_INLINE VI bits(VF a) { return {_mm256_castps_si256(a.v)}; }
 HR_INLINE VF from_bits(VI a) { return {_mm256_castsi256_ps(a.v)}; }
+// a * 2^n for an n that a normal number's exponent holds; `nf` is n.
+HR_INLINE VF times_power(VF a, VI n, VF) { return mul(a, from_bits(shift_left<23>(iadd(n, ibcast(127))))); }
 
 HR_INLINE VF load_f16(const uint16_t* p) { return {_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p))}; }
 HR_INLINE void store_f16(uint16_t* p, VF a) { _mm_storeu_si128((__m128i*)p, _mm256_cvtps_ph(a.v, _MM_FROUND_TO_NEAREST_INT)); }

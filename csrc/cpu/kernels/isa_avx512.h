@@ -72,6 +72,8 @@ HR_INLINE VF to_float(VI a) { return {_mm512_cvtepi32_ps(a.v)}; }
 HR_INLINE VI round_int(VF a) { return {_mm512_cvtps_epi32(a.v)}; }
 HR_INLINE VI bits(VF a) { return {_mm512_castps_si512(a.v)}; }
 HR_INLINE VF from_bits(VI a) { return {_mm512_castsi512_ps(a.v)}; }
+// a * 2^n for an n that a normal number's exponent holds; `nf` is n.
+HR_INLINE VF times_power(VF a, VI, VF nf) { return {_mm512_scalef_ps(a.v, nf.v)}; }
 
 HR_INLINE VF load_f16(const uint16_t* p) { return {_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p))}; }
 HR_INLINE void store_f16(uint16_t* p, VF a) { _mm256_storeu_si256((__m256i*)p, _mm512_cvtps_ph(a.v, _MM_FROUND_TO_NEAREST_INT)); }

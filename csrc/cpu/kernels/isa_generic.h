@@ -81,6 +81,8 @@ HR_INLINE VI round_int(VF a) {
 }
 HR_INLINE VI bits(VF a) { VI r; HR_LANES(int32_t(float_to_bits(a.v[i]))); }
 HR_INLINE VF from_bits(VI a) { VF r; HR_LANES(bits_to_float(uint32_t(a.v[i]))); }
+// a * 2^n for an n that a normal number's exponent holds; `nf` is n.
+HR_INLINE VF times_power(VF a, VI n, VF) { return mul(a, from_bits(shift_left<23>(iadd(n, ibcast(127))))); }
 
 HR_INLINE VF load_f16(const uint16_t* p) { VF r; HR_LANES(f16_to_float(p[i])); }
 HR_INLINE void store_f16(uint16_t* p, VF a) { for (int i = 0; i < 16; ++i) p[i] = float_to_f16(a.v[i]); }

@@ -92,6 +92,8 @@ HR_INLINE int32x4_t round4(float32x4_t x) {
 HR_INLINE VI round_int(VF x) { return {round4(x.a), round4(x.b)}; }
 HR_INLINE VI bits(VF x) { return {vreinterpretq_s32_f32(x.a), vreinterpretq_s32_f32(x.b)}; }
 HR_INLINE VF from_bits(VI x) { return {vreinterpretq_f32_s32(x.a), vreinterpretq_f32_s32(x.b)}; }
+// a * 2^n for an n that a normal number's exponent holds; `nf` is n.
+HR_INLINE VF times_power(VF a, VI n, VF) { return mul(a, from_bits(shift_left<23>(iadd(n, ibcast(127))))); }
 
 HR_INLINE VF load_f16(const uint16_t* p) {
     const float16x8_t h = vreinterpretq_f16_u16(vld1q_u16(p));

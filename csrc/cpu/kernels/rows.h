@@ -164,8 +164,8 @@ HR_INLINE void to_f16(const float* x, int n, uint16_t* out) {
     for (int i = 0; i < n; i += N) {
         const int count = part(n, i);
         const VF clamped = max(bcast(-65504.0f), min(bcast(65504.0f), load_part(x + i, count)));
-        store_f16(lanes, clamped);
-        for (int j = 0; j < count; ++j) out[i + j] = lanes[j];
+        store_f16(count == N ? out + i : lanes, clamped);
+        for (int j = 0; count < N && j < count; ++j) out[i + j] = lanes[j];
     }
 }
 
@@ -178,8 +178,9 @@ HR_INLINE float to_i8(const float* x, int n, int8_t* out) {
     for (int i = 0; i < n; i += N) {
         const int count = part(n, i);
         alignas(16) int8_t lanes[N];
-        store_i8(lanes, imax(ibcast(-127), imin(ibcast(127), round_int(mul(load_part(x + i, count), inverse)))));
-        for (int j = 0; j < count; ++j) out[i + j] = lanes[j];
+        store_i8(count == N ? out + i : lanes,
+                 imax(ibcast(-127), imin(ibcast(127), round_int(mul(load_part(x + i, count), inverse)))));
+        for (int j = 0; count < N && j < count; ++j) out[i + j] = lanes[j];
     }
     return amax * (1.0f / 127.0f);
 }

@@ -117,13 +117,14 @@ struct AttendTask {
     float* partials;  // of absolute range 0: per head maximum, sum, then head_dim values; one row only
     int64_t partial_stride;  // floats from range to range
     float* scratch;   // attend_scratch_floats
+    const AttendTask* next;  // of the same layer: its first range is fetched meanwhile; or null
 };
 
 constexpr int padded_dim(int head_dim) { return (head_dim + 15) / 16 * 16; }
-constexpr int kMaxPairs = 24;  // query rows times group in one task
+constexpr int kMaxPairs = 96;  // query rows times group in one task
 constexpr size_t attend_scratch_floats(int head_dim) {
     const size_t d = padded_dim(head_dim);
-    return 2 * kRange * d + kMaxPairs * (2 * d + kRange + 4) + 2 * kRange;
+    return 2 * kRange * d + kMaxPairs * (d + 2) + 2 * kRange;
 }
 
 // The greatest logit of a row so far; nothing yet has the largest id and minus infinity.
