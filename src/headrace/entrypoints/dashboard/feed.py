@@ -102,7 +102,7 @@ class Recent:
         """The median, the 95th and the 99th, and of what; ``None`` before there is anything."""
         before = self._earlier[0]
         self._earlier.append(self._histogram.dump()[0])
-        for of, counts in (("the last minute", before), ("all", None)):
+        for of, counts in (("last minute", before), ("since the start", None)):
             found = [self._histogram.quantile(share, counts) for share in (0.5, 0.95, 0.99)]
             if None not in found:
                 return {"of": of, "values": found}

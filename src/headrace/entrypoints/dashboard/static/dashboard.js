@@ -8,6 +8,7 @@ import { showBlockLegend, showGraphs, showReasons, showRequests, showSetup, show
 import { renderExplanation } from "./timeline.js";
 
 const RETRY_MS = 2000;
+const REFRESH_MS = 1000;
 const HIDDEN = "hidden";
 
 const history = new History();
@@ -53,8 +54,6 @@ function showFigures(tick) {
     recomputed: stats.recompute_tokens ? `${number(stats.recompute_tokens)} tokens computed again` : "",
     generated: number(totals.generation_tokens),
     prompted: `for ${number(totals.prompt_tokens)} prompt tokens`,
-    "ttft-of": latency.ttft ? ` of ${latency.ttft.of}` : "",
-    "gap-of": latency.gap ? ` of ${latency.gap.of}` : "",
     ttft: median(latency.ttft),
     "ttft-more": tails(latency.ttft),
     gap: median(latency.gap),
@@ -72,18 +71,26 @@ const median = (known) => (known ? duration(1000 * known.values[0]) : "–");
 function tails(known) {
   if (!known) return "";
   const [, p95, p99] = known.values.map((seconds) => duration(1000 * seconds));
-  return `p95 ${p95} · p99 ${p99}`;
+  return `p95 ${p95}, p99 ${p99}, ${known.of}`;
 }
 
 async function explain(id) {
   $("explain-id").textContent = id;
   $("explain-body").replaceChildren(el("p", { class: "quiet" }, "asking"));
   if (!$("explain").open) $("explain").showModal();
-  try {
-    const found = await get(`v1/requests/${encodeURIComponent(id)}/explain`);
-    $("explain-body").replaceChildren(...(found.answers ?? [found]).map((answer) => renderExplanation(answer)));
-  } catch (error) {
-    $("explain-body").replaceChildren(el("p", { class: "error" }, error.message));
+  // One that lives is asked about again, as long as somebody looks.
+  const isShown = () => $("explain").open && $("explain-id").textContent === id;
+  for (let live = true; live && isShown(); ) {
+    try {
+      const found = await get(`v1/requests/${encodeURIComponent(id)}/explain`);
+      const answers = found.answers ?? [found];
+      if (isShown()) $("explain-body").replaceChildren(...answers.map((answer) => renderExplanation(answer)));
+      live = answers.some((answer) => answer.state !== "finished");
+    } catch (error) {
+      if (isShown()) $("explain-body").replaceChildren(el("p", { class: "error" }, error.message));
+      return;
+    }
+    if (live) await new Promise((resolve) => setTimeout(resolve, REFRESH_MS));
   }
 }
 
