@@ -38,7 +38,6 @@ class EmptyExecutor(Executor):
 
     def __init__(self, ready: ExecutorReady) -> None:
         self._ready = ready
-        self._ids: list[list[str]] = []
 
     def start(self) -> ExecutorReady:
         return self._ready
@@ -47,16 +46,13 @@ class EmptyExecutor(Executor):
         return None
 
     def execute_model(self, step: SchedulerOutput, non_block: bool = True) -> Future[ModelRunnerOutput | None]:
-        self._ids.append(list(step.num_scheduled_tokens))
+        ids = list(step.num_scheduled_tokens)
         future: Future[ModelRunnerOutput | None] = Future()
-        future.set_result(None)
+        future.set_result(ModelRunnerOutput(request_ids=ids, sampled_token_ids=[[5] for _ in ids], stats=STATS))
         return future
 
     def sample_tokens(self, grammar: GrammarOutput | None) -> Future[ModelRunnerOutput]:
-        ids = self._ids.pop(0)
-        future: Future[ModelRunnerOutput] = Future()
-        future.set_result(ModelRunnerOutput(request_ids=ids, sampled_token_ids=[[5] for _ in ids], stats=STATS))
-        return future
+        raise NotImplementedError
 
     def control(self, request: Any) -> Any:
         return None

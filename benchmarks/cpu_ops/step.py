@@ -76,7 +76,7 @@ class Bench:
     def step(self, ctx: ForwardContext, mode: GraphMode) -> tuple[float, float]:
         """Seconds of a forward and of the head of every request's last row, down to its best token."""
         meta = ctx.groups[0]
-        ids, last = self.ids[: meta.num_tokens], (self.start[1 : meta.num_reqs + 1] - 1).numpy()
+        ids, last = self.ids[: meta.num_tokens], (self.start[1 : meta.num_reqs + 1] - 1).tolist()
         inputs = ForwardInputs(meta.num_tokens, meta.num_reqs, lambda: (ids, ctx))
         began = CLOCK()
         hidden = self.runner.run(Dispatch(mode, "", meta.num_tokens), inputs, None)

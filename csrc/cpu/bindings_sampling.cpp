@@ -10,6 +10,7 @@
 #include <string>
 
 #include "draw.h"
+#include "sampling.h"
 #include "step_inputs.h"
 #include "team.h"
 
@@ -19,9 +20,12 @@ using namespace headrace;
 namespace {
 
 using Row = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Logits = nb::ndarray<float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Words = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Flags = nb::ndarray<const bool, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Longs = nb::ndarray<int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Numbers = nb::ndarray<int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using Counts = nb::ndarray<const int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Counts = std::vector<int64_t>;
 using WholeTable = nb::ndarray<int32_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using GroupArrays = std::tuple<WholeTable, Numbers, int, WholeTable, Longs>;
 
@@ -68,16 +72,41 @@ void bind_sampling(nb::module_& m) {
         }, array("token_ids"), array("ids"), array("positions"), array("query_start_loc"), array("seq_lens"),
            array("groups"))
         .def("fill", [](const StepInputs& s, const Counts& rows, const Counts& num_computed, const Counts& num_new) {
-            require(rows.shape(0) == num_computed.shape(0) && rows.shape(0) == num_new.shape(0), "one entry per request");
-            return s.fill(rows.data(), num_computed.data(), num_new.data(), int(rows.shape(0)));
-        }, array("rows"), array("num_computed"), array("num_new"))
+            require(rows.size() == num_computed.size() && rows.size() == num_new.size(), "one entry per request");
+            return s.fill(rows.data(), num_computed.data(), num_new.data(), int(rows.size()));
+        }, nb::arg("rows"), nb::arg("num_computed"), nb::arg("num_new"))
         .def("pad", [](const StepInputs& s, int reqs, int begin, int end) {
             require(reqs >= 0 && reqs <= s.max_reqs && begin >= 0 && begin <= end && end <= s.max_tokens, "no such padding");
             s.pad(reqs, begin, end);
         }, nb::arg("reqs"), nb::arg("begin"), nb::arg("end"));
 
-    m.def("draw_token", [](const Team& team, const Row& x, uint64_t seed, uint64_t position) {
-        require(x.shape(0) > 0, "a row without values");
-        return draw_token(team.kernels(), x.data(), int(x.shape(0)), seed, position);
-    }, nb::arg("team"), array("x"), nb::arg("seed"), nb::arg("position"));
+    m.def("apply_bitmask", [](const Team& team, const Logits& x, const Words& words) {
+        require(words.shape(0) * 32 >= x.shape(0), "a grammar bitmask of " + std::to_string(words.shape(0)) +
+                                                       " words cannot cover " + std::to_string(x.shape(0)) + " tokens");
+        team.kernels().apply_bitmask(x.data(), reinterpret_cast<const uint32_t*>(words.data()), int(x.shape(0)));
+    }, nb::arg("team"), array("x"), array("words"));
+    m.def("apply_penalties", [](const Team& team, const Logits& x, const Flags& in_prompt, const Words& counts, float repetition,
+                                float frequency, float presence) {
+        require(in_prompt.shape(0) == x.shape(0) && counts.shape(0) == x.shape(0), "one count per token");
+        team.kernels().apply_penalties(x.data(), reinterpret_cast<const uint8_t*>(in_prompt.data()), counts.data(),
+                                       int(x.shape(0)), repetition, frequency, presence);
+    }, nb::arg("team"), array("x"), array("in_prompt"), array("counts"), nb::arg("repetition"), nb::arg("frequency"),
+       nb::arg("presence"));
+    m.def("draw", [](const Team& team, const Logits& x, float peak, float temperature, int top_k, float least, double top_p,
+                     uint64_t seed, uint64_t position) {
+        const int n = int(x.shape(0));
+        require(n > 0 && temperature > 0, "a draw needs values and a temperature");
+        nb::gil_scoped_release release;
+        team.kernels().scale_logits(x.data(), n, peak, temperature);
+        const Filters filters{top_k, least, top_p};
+        if (!filters.any(n)) return draw_token(team.kernels(), x.data(), n, seed, position);
+        return draw_among(x.data(), find_survivors(team.kernels(), x.data(), n, filters), seed, position);
+    }, nb::arg("team"), array("x"), nb::arg("peak"), nb::arg("temperature"), nb::arg("top_k"), nb::arg("least"),
+       nb::arg("top_p"), nb::arg("seed"), nb::arg("position"));
+    m.def("token_logprobs", [](const Team& team, const Row& x, int token, int num_best) {
+        const int n = int(x.shape(0));
+        require(token >= 0 && token < n && num_best >= 0, "no such token");
+        nb::gil_scoped_release release;
+        return token_logprobs(team.kernels(), x.data(), n, token, num_best);
+    }, nb::arg("team"), array("x"), nb::arg("token"), nb::arg("num_best"));
 }

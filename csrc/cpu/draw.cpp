@@ -7,9 +7,19 @@
 
 namespace headrace {
 
-namespace {
-
 constexpr double kLn2 = 0.6931471805599453, kSqrtHalf = 0.7071067811865476;
+
+double log_of(double x) {
+    int e;
+    double m = std::frexp(x, &e);
+    if (m < kSqrtHalf) m = m + m, e = e - 1;
+    const double f = (m - 1.0) / (m + 1.0), z = f * f;
+    double p = 1.0 / 21;
+    for (int n = 19; n >= 1; n -= 2) p = p * z + 1.0 / n;
+    return double(e) * kLn2 + (f + f) * p;
+}
+
+namespace {
 
 uint64_t mix64(uint64_t z) {
     z += 0x9E3779B97F4A7C15;
@@ -25,16 +35,6 @@ uint32_t mix32(uint32_t h) {
 }
 
 uint32_t hash_token(uint32_t id, uint32_t low, uint32_t high) { return mix32(mix32(id ^ low) ^ high); }
-
-double log_of(double x) {
-    int e;
-    double m = std::frexp(x, &e);
-    if (m < kSqrtHalf) m = m + m, e = e - 1;
-    const double f = (m - 1.0) / (m + 1.0), z = f * f;
-    double p = 1.0 / 21;
-    for (int n = 19; n >= 1; n -= 2) p = p * z + 1.0 / n;
-    return double(e) * kLn2 + (f + f) * p;
-}
 
 double noise_of(uint32_t hash) {
     const double u = (double(hash) + 0.5) * 0x1p-32;
@@ -62,6 +62,14 @@ Best best_of(const float* x, const std::vector<Contender>& contenders, int count
 }
 
 }  // namespace
+
+int draw_among(const float* x, const std::vector<int32_t>& ids, uint64_t seed, uint64_t position) {
+    const uint64_t key = mix64(mix64(seed) ^ position);
+    std::vector<Contender> contenders;
+    contenders.reserve(ids.size());
+    for (const int32_t id : ids) contenders.push_back({id, hash_token(uint32_t(id), uint32_t(key), uint32_t(key >> 32))});
+    return best_of(x, contenders, int(contenders.size())).id;
+}
 
 int draw_token(const Kernels& kernels, const float* x, int n, uint64_t seed, uint64_t position) {
     thread_local std::vector<Contender> contenders;

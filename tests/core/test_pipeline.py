@@ -50,7 +50,11 @@ class LoggingExecutor(Executor):
         self.calls.append(f"execute {step.step_id}")
         future: Future[ModelRunnerOutput | None] = Future()
         empty = ModelRunnerOutput(request_ids=[], sampled_token_ids=[])
-        future.set_result(None if step.num_scheduled_tokens else empty)
+        outcome = empty if step.grammar or not self.outcomes else self.outcomes.pop(0)
+        if isinstance(outcome, Exception):
+            future.set_exception(outcome)
+        else:
+            future.set_result(None if step.grammar and step.num_scheduled_tokens else outcome)
         return future
 
     def sample_tokens(self, grammar: GrammarOutput | None) -> Future[ModelRunnerOutput]:
@@ -96,13 +100,13 @@ def test_depth_one_has_room_only_when_empty(executor: LoggingExecutor) -> None:
     assert pipeline.take_oldest() is None
 
 
-def test_sampling_is_queued_behind_its_forward(executor: LoggingExecutor) -> None:
+def test_steps_without_grammar_rows_are_one_call_each(executor: LoggingExecutor) -> None:
     pipeline = make_pipeline(executor, 3)
     for step_id in range(3):
         assert pipeline.has_room
         pipeline.launch(make_step(step_id))
     assert not pipeline.has_room
-    assert executor.calls == ["execute 0", "sample", "execute 1", "sample", "execute 2", "sample"]
+    assert executor.calls == ["execute 0", "execute 1", "execute 2"]
 
 
 def test_a_mask_is_made_while_the_forward_runs_when_nothing_is_ahead(executor: LoggingExecutor) -> None:
@@ -156,7 +160,7 @@ def test_what_is_abandoned_runs_out_and_the_connector_s_news_survive(executor: L
     pipeline.launch(make_step(0))
     pipeline.launch(make_step(1, grammar=True))
     pipeline.abandon()
-    assert executor.calls == ["execute 0", "sample", "execute 1", "sample"]
+    assert executor.calls == ["execute 0", "execute 1", "sample"]
     assert len(pipeline) == 0
     last = ConnectorOutput(finished_receiving=("b",))
     executor.outcomes = [ModelRunnerOutput(request_ids=[], sampled_token_ids=[], connector=last)]

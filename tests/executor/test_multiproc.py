@@ -56,9 +56,9 @@ def start(executor: MultiprocExecutor) -> Driver:
     executor.initialize_kv_cache(plan)
 
     def run(step: SchedulerOutput) -> ModelRunnerOutput:
-        forward, sampled = executor.execute_model(step), executor.sample_tokens(None)
-        assert forward.result(60) is None
-        return sampled.result(60)
+        output = executor.execute_model(step).result(60)
+        assert output is not None
+        return output
 
     return Driver(run, num_blocks=plan.num_blocks)
 

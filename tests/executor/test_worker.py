@@ -48,9 +48,9 @@ class Engine:
         self.driver = Driver(self.run, num_blocks=plan.num_blocks, block_size=plan.block_size)
 
     def run(self, step: SchedulerOutput) -> ModelRunnerOutput:
-        forward, sampled = self.executor.execute_model(step), self.executor.sample_tokens(None)
-        assert forward.result(60) is None
-        return sampled.result(60)
+        output = self.executor.execute_model(step).result(60)
+        assert output is not None
+        return output
 
     def greedy(self, name: str, count: int, chunk: int = 8) -> list[int]:
         """The prompt in chunks, then ``count`` tokens."""

@@ -230,7 +230,7 @@ def test_the_planned_head_equals_logits_and_arg_max(activations, threads) -> Non
     for _ in range(30):
         ids, ctx = steps.fill(caches)
         hidden = _run(runner, ids, ctx)
-        rows = steps.rng.integers(0, len(ids), int(steps.rng.integers(1, MAX_REQS + 1))).astype(np.int32)
+        rows = steps.rng.integers(0, len(ids), int(steps.rng.integers(1, MAX_REQS + 1))).tolist()
         want = run_head_eagerly(model, ops, hidden, rows)
         num_best = int(steps.rng.integers(0, len(rows) + 1))
         got = runner.run_head(hidden, rows, num_best)
@@ -249,6 +249,6 @@ def test_a_head_of_a_model_that_changes_its_logits_is_called_op_by_op() -> None:
     caches = steps.caches()
     runner = _runner(model, ops, steps, caches)
     ids, ctx = steps.fill(caches)
-    hidden, rows = _run(runner, ids, ctx), np.array([0], dtype=np.int32)
-    want = model.compute_logits(ops.gather_rows(hidden, torch.from_numpy(rows))).numpy()
+    hidden, rows = _run(runner, ids, ctx), [0]
+    want = model.compute_logits(ops.gather_rows(hidden, torch.tensor(rows, dtype=torch.int32))).numpy()
     assert np.array_equal(runner.run_head(hidden, rows, 0).logits, want)

@@ -41,7 +41,7 @@ def test_native_and_numpy_fill_the_same_buffers(seed) -> None:
     computed = rng.integers(0, room - new + 1)
     filled = []
     for inputs in (NumpyStepInputs(memory), make_ops().make_step_inputs(memory)):
-        tokens = inputs.fill(rows, computed, new)
+        tokens = inputs.fill(rows.tolist(), computed.tolist(), new.tolist())
         inputs.pad(reqs, tokens, MAX_TOKENS)
         filled.append(_outputs(memory))
     assert all(np.array_equal(a, b) for a, b in zip(*filled, strict=True))
@@ -77,5 +77,5 @@ def test_what_cannot_be_filled_is_an_error_and_writes_nothing(rows, computed, ne
     before = _outputs(memory)
     for inputs in (NumpyStepInputs(memory), make_ops().make_step_inputs(memory)):
         with pytest.raises(IndexError, match=message):
-            inputs.fill(np.array(rows), np.array(computed), np.array(new))
+            inputs.fill(rows, computed, new)
     assert all(np.array_equal(a, b) for a, b in zip(before, _outputs(memory), strict=True))

@@ -18,7 +18,7 @@ from headrace.device.ops.reference.step_inputs import NumpyStepInputs
 from headrace.device.runner.graphs import EagerRunner
 from headrace.device.runner.kv_memory import KVMemory
 from headrace.device.runner.model_runner import ModelRunner, RunnerLimits
-from headrace.device.sampling.draw import draw_token
+from headrace.device.sampling.kernels import NumpySampling
 from headrace.messages.kv_cache import KVCacheConfig, KVCacheGroup, KVCacheSpec
 
 VOCAB = 97
@@ -75,7 +75,7 @@ class FakeModel:
 class FakeOps:
     """The operators that the runner itself calls."""
 
-    draw_token = staticmethod(draw_token)
+    sampling = NumpySampling()
     make_step_inputs = staticmethod(NumpyStepInputs)
 
     def gather_rows(self, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:

@@ -85,7 +85,7 @@ class RowsMachine(RuleBasedStateMachine):
             extras.penalties.move_to(self.states.token_ids[row], position)
             output = known.tokens[known.num_prompt :]
             assert extras.penalties.counts.tolist() == np.bincount(output, minlength=VOCAB).tolist()
-        self.states.write_sampled(np.array([row]), np.array([position]), np.array([token]))
+        self.states.write_sampled(row, position, token)
         known.tokens.append(token)
 
     @precondition(lambda self: any(len(k.tokens) > k.given for k in self.known.values()))

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from headrace.device.sampling.kernels import NumpySampling
 from headrace.device.sampling.noise import hash_tokens, make_key, make_noise
 from headrace.device.sampling.rows import SamplingRows
 from headrace.device.sampling.sampler import NO_TOKEN, HeadOutput, Sampler, SamplerOutput, SamplingMetadata
@@ -25,7 +26,7 @@ class Bench:
         self.rows = SamplingRows(max_rows, vocab)
         self.token_ids = np.zeros((max_rows, width), dtype=np.int32)
         self.num_prompt = np.zeros(max_rows, dtype=np.int32)
-        self.sampler = Sampler(self.rows, self.token_ids, self.num_prompt)
+        self.sampler = Sampler(self.rows, self.token_ids, self.num_prompt, NumpySampling())
         self.requests: dict[int, NewRequest] = {}
 
     def add(self, row: int, tokens: list[int], num_prompt: int, bad_words: Any = (), **params: Any) -> None:
@@ -45,10 +46,8 @@ class Bench:
         self.rows.set_row(row, request)
 
     def sample(self, logits: np.ndarray, order: list[int], masks: dict[int, np.ndarray] | None = None) -> SamplerOutput:
-        positions = np.array([len(self.requests[r].token_ids) for r in order])
-        return self.sampler.sample(
-            HeadOutput.of_logits(logits), SamplingMetadata(np.array(order), positions, masks or {})
-        )
+        positions = [len(self.requests[r].token_ids) for r in order]
+        return self.sampler.sample(HeadOutput.of_logits(logits), SamplingMetadata(order, positions, masks or {}))
 
 
 def twin(logits: np.ndarray, request: NewRequest, allowed_bits: np.ndarray | None) -> int | None:
@@ -195,7 +194,7 @@ def test_sampling_again_gives_the_same() -> None:
     def run(start: int, stop: int) -> list[int]:
         made = []
         for position in range(start, stop):
-            meta = SamplingMetadata(np.array([0]), np.array([position]))
+            meta = SamplingMetadata([0], [position])
             token = int(bench.sampler.sample(HeadOutput.of_logits(logits[position : position + 1]), meta).token_ids[0])
             bench.token_ids[0, position] = token
             made.append(token)
@@ -219,7 +218,7 @@ def test_draws_follow_the_distribution() -> None:
     count = 8_000
     counts = np.zeros(12)
     for position in range(count):
-        meta = SamplingMetadata(np.array([0]), np.array([position]))
+        meta = SamplingMetadata([0], [position])
         counts[bench.sampler.sample(HeadOutput.of_logits(logits), meta).token_ids[0]] += 1
     weights = np.exp(logits[0].astype(np.float64) / 0.8)
     expected = weights / weights.sum() * count

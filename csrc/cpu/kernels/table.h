@@ -20,6 +20,7 @@ constexpr int kPanel = 16;       // outputs of a panel
 constexpr int kGroup = 32;       // k of a quantisation group
 constexpr int kTile = 16;        // rows of a tile of quantised activations
 constexpr int kRange = 64;       // tokens of an attention range
+constexpr int kPeakBlock = 64;   // logits that are passed over at once
 constexpr int kMaxHeadDim = 512;
 
 constexpr bool is_float(Format f) { return f == Format::F32 || f == Format::F16 || f == Format::BF16; }
@@ -162,6 +163,14 @@ struct Kernels {
     void (*softmax)(const float* x, int n, float* out);
     // Tokens whose value and noise under the key may reach `least`, ascending; returns how many. `out` has room for n + 1.
     int (*find_contenders)(const float* x, int n, uint32_t key_low, uint32_t key_high, float least, Contender* out);
+    void (*apply_bitmask)(float* x, const uint32_t* words, int n);
+    void (*apply_penalties)(float* x, const uint8_t* in_prompt, const int32_t* counts, int n, float repetition, float frequency,
+                            float presence);
+    void (*scale_logits)(float* x, int n, float peak, float temperature);
+    // The greatest of every kPeakBlock values.
+    void (*block_peaks)(const float* x, int n, float* peaks);
+    // 2^34 exp(x - peak) as integers, whose sums do not depend on their order.
+    void (*weigh)(const float* x, int n, float peak, int64_t* weights);
     // Folds `cols` logits of tokens from `first_id` into each row's best: the greatest, the lowest id of equals; infinity when
     // one is not finite. Tiles may come in any order.
     void (*find_best)(const float* tile, int64_t ld, int rows, int cols, int first_id, Best* best);

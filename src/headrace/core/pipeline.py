@@ -1,9 +1,9 @@
 """Steps in flight between the scheduler and the executor, oldest first.
 
-Owns the order of launches and samplings. A step is launched when there is room; its sampling is queued behind its
-forward at once, so that the next forward can follow without a word from the host. Sampling that needs a grammar
-bitmask is the exception: the bitmask depends on the tokens of the step before, so it waits until no older step is
-uncommitted, and nothing is launched behind a step whose sampling waits.
+Owns the order of launches and samplings. A step is launched when there is room; the executor samples it in the same
+call, so that the next forward can follow without a word from the host. Sampling that needs a grammar bitmask is a call
+of its own: the bitmask depends on the tokens of the step before, so it waits until no older step is uncommitted, and
+nothing is launched behind a step whose sampling waits.
 
 At depth 1 there is room only when nothing is in flight: the loop waits for each step. Nothing here knows requests.
 """
@@ -36,7 +36,7 @@ class StepFailedError(Exception):
 
 @dataclass(slots=True)
 class Flight:
-    """One launched step. ``sampled`` is ``None`` while its sampling waits for a bitmask, or when it needs none."""
+    """One launched step. ``sampled`` is ``None`` while its sampling waits for a bitmask, or without grammar rows."""
 
     step: SchedulerOutput
     forward: Future[ModelRunnerOutput | None]
@@ -70,13 +70,11 @@ class Pipeline:
         return len(flights) < self._depth and not (flights and _waits(flights[-1]))
 
     def launch(self, step: SchedulerOutput) -> None:
-        """Start a step's forward and, unless it must wait, its sampling."""
+        """Start a step and, unless it must wait, the sampling of one with grammar rows."""
         assert self.has_room
         flight = Flight(step, self._executor.execute_model(step, non_block=True))
         self._flights.append(flight)
-        if not _waits(flight):
-            return
-        if not step.grammar or len(self._flights) == 1:
+        if _waits(flight) and len(self._flights) == 1:
             self._sample(flight)
 
     def take_oldest(self) -> Flight | None:
@@ -121,8 +119,7 @@ class Pipeline:
                     self._news.append(output.connector)
 
     def _sample(self, flight: Flight) -> None:
-        grammar = self._make_bitmask(flight.step) if flight.step.grammar else None
-        flight.sampled = self._executor.sample_tokens(grammar)
+        flight.sampled = self._executor.sample_tokens(self._make_bitmask(flight.step))
 
     def _result(self, future: Future[T]) -> T:
         """Wait for a future, looking after the workers meanwhile."""
@@ -154,4 +151,4 @@ class Pipeline:
 
 def _waits(flight: Flight) -> bool:
     """Whether the step's sampling is still to be asked for."""
-    return flight.sampled is None and bool(flight.step.num_scheduled_tokens)
+    return flight.sampled is None and bool(flight.step.grammar and flight.step.num_scheduled_tokens)

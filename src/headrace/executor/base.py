@@ -1,7 +1,8 @@
 """The executor: one, many or Ray workers behind one interface.
 
 Calls are executed in the order in which they are made (a FIFO per rank), which is what lets the core keep several steps
-in flight without a lock: ``execute(N), sample(N), execute(N + 1), sample(N + 1), …``.
+in flight without a lock: ``execute(N), execute(N + 1), sample(N + 1), execute(N + 2), …``, with a sampling of its own
+for each step that has rows under a grammar.
 """
 
 from __future__ import annotations
@@ -46,14 +47,16 @@ class Executor(ABC):
 
     @abstractmethod
     def execute_model(self, step: SchedulerOutput, non_block: bool = True) -> Future[ModelRunnerOutput | None]:
-        """Run the forward. ``None`` means that `sample_tokens` must follow; an output means that it sampled already.
+        """Run the forward and sample it, unless rows of the step are under a grammar.
+
+        ``None`` means that `sample_tokens` must follow with the bitmask of those rows, before any other step.
 
         An exception of the forward is the future's exception; the worker stays usable.
         """
 
     @abstractmethod
     def sample_tokens(self, grammar: GrammarOutput | None) -> Future[ModelRunnerOutput]:
-        """Sample for the oldest forward that has not been sampled."""
+        """Sample the last forward, which returned ``None``."""
 
     @abstractmethod
     def control(self, request: AnyControl) -> Any:

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from queue import Empty, Full, Queue
+from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
 from headrace.base.clock import Clock, SystemClock
@@ -46,7 +46,7 @@ class UniprocExecutor(Executor):
     def __init__(self, make_worker: Callable[[], Worker]) -> None:
         self._make_worker = make_worker
         self._worker: Worker | None = None
-        self._calls: Queue[_Call | None] = Queue(MAX_QUEUED_CALLS)
+        self._calls: SimpleQueue[_Call | None] = SimpleQueue()
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="worker", daemon=True)
 
@@ -78,7 +78,7 @@ class UniprocExecutor(Executor):
         self._closed.set()
         self._drop_queued()
         if self._thread.is_alive():
-            self._calls.put(None, timeout=SHUTDOWN_S)
+            self._calls.put(None)
             self._thread.join(SHUTDOWN_S)
             if self._thread.is_alive():
                 logger.warning("the worker did not stop within %.0f s and is left behind", SHUTDOWN_S)
@@ -94,10 +94,9 @@ class UniprocExecutor(Executor):
     def _submit(self, call: Callable[[], T]) -> Future[T]:
         future: Future[T] = Future()
         self.check_health()
-        try:
-            self._calls.put((call, future), timeout=SHUTDOWN_S)
-        except Full:
-            raise EngineDeadError("the worker has not taken a call for a long time; it hangs") from None
+        if self._calls.qsize() >= MAX_QUEUED_CALLS:
+            raise EngineDeadError("the worker takes no calls; it hangs")
+        self._calls.put((call, future))
         return future
 
     def _wait(self, future: Future[T]) -> T:

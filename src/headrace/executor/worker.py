@@ -126,15 +126,19 @@ class Worker:
 
     @torch.inference_mode()
     def execute(self, step: SchedulerOutput) -> ModelRunnerOutput | None:
-        """Run a step's forward; ``None`` when `sample` must follow."""
+        """Run a step and sample it; ``None`` when `sample` must follow, with the mask of its grammar rows."""
+        runner = self._awake()
         with self._profiler.slice("forward"):
-            output = self._awake().execute_model(step)
+            output = runner.execute_model(step)
         assert output is None or isinstance(output, ModelRunnerOutput), "a single stage hands nothing on"
+        if output is None and not step.grammar:
+            with self._profiler.slice("sample"):
+                output = runner.sample_tokens(None)
         return output
 
     @torch.inference_mode()
     def sample(self, grammar: GrammarOutput | None) -> ModelRunnerOutput:
-        """Sample the last forward."""
+        """Sample the last forward, which waited for this."""
         with self._profiler.slice("sample"):
             return self._awake().sample_tokens(grammar)
 

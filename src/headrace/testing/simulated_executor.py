@@ -209,7 +209,7 @@ class SimulatedExecutor(Executor):
     def execute_model(self, step: SchedulerOutput, non_block: bool = True) -> Future[ModelRunnerOutput | None]:
         if self.num_forwards == self._faults.crash_at:
             raise make_crash(self._faults.crash)
-        return self._submit(lambda: self._forward(step), non_block)
+        return self._submit(lambda: self._step(step), non_block)
 
     def sample_tokens(self, grammar: GrammarOutput | None) -> Future[ModelRunnerOutput]:
         return self._submit(lambda: self._sample(grammar), True)
@@ -255,6 +255,15 @@ class SimulatedExecutor(Executor):
     def _check_alive(self) -> None:
         if self._dead is not None:
             raise EngineDeadError(self._dead)
+
+    def _step(self, step: SchedulerOutput) -> ModelRunnerOutput | None:
+        try:
+            output = self._forward(step)
+        except SimulatedFault:
+            if not step.grammar:
+                self._forwards.pop()
+            raise
+        return self._sample(None) if output is None and not step.grammar else output
 
     def _forward(self, step: SchedulerOutput) -> ModelRunnerOutput | None:
         number = self.num_forwards

@@ -20,6 +20,7 @@ import torch
 
 from headrace.device.attention.metadata import AttentionMetadata, LayerCache
 from headrace.device.quantization.raw_tensor import RawTensor
+from headrace.device.sampling.kernels import SamplingKernels
 
 Activation = Literal["silu", "gelu", "gelu_tanh"]
 WeightRole = Literal["linear", "gate_up", "embedding", "head"]
@@ -81,11 +82,11 @@ class StepMemory:
 class StepInputs(Protocol):
     """Fills the buffers of a `StepMemory`."""
 
-    def fill(self, rows: np.ndarray, num_computed: np.ndarray, num_new: np.ndarray) -> int:
+    def fill(self, rows: list[int], num_computed: list[int], num_new: list[int]) -> int:
         """Write a step; returns its tokens.
 
         Args:
-            rows, num_computed, num_new: int64, one entry per request in batch order: its row, the tokens computed
+            rows, num_computed, num_new: one entry per request in batch order: its row, the tokens computed
                 before and those to compute now.
 
         Raises:
@@ -114,6 +115,11 @@ class Ops(Protocol):
     """One implementation of all operators."""
 
     name: str
+
+    @property
+    def sampling(self) -> SamplingKernels:
+        """Work on single rows of logits."""
+        ...
 
     def set_packed_store(self, store: PackedStore | None) -> None:
         """Where `pack_weight` finds and leaves packed bytes; an implementation whose packing is free ignores it."""
@@ -196,10 +202,6 @@ class Ops(Protocol):
         renormalize: bool,
     ) -> torch.Tensor:
         """Top-k mixture of experts, combined in top-k order: ``[T, H]``."""
-        ...
-
-    def draw_token(self, x: np.ndarray, ids: np.ndarray | None, seed: int, position: int) -> int:
-        """A token from scaled logits, by Gumbel-max; see `headrace.device.sampling.draw`, whose bits it gives."""
         ...
 
     def make_step_inputs(self, memory: StepMemory) -> StepInputs:

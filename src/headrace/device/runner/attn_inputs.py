@@ -14,7 +14,7 @@ def prepare_attn(batch: InputBatch, buffers: InputBuffers, padded_tokens: int) -
             num_tokens=padded_tokens,
             num_reqs=num_reqs,
             max_query_len=batch.max_query_len,
-            max_seq_len=int(batch.seq_lens.max(initial=0)),
+            max_seq_len=max(batch.seq_lens, default=0),
             query_start_loc=buffers.query_start_loc.torch[: num_reqs + 1],
             seq_lens=buffers.seq_lens.torch[:num_reqs],
             block_table=blocks.torch[:num_reqs],

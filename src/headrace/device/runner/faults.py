@@ -11,8 +11,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from headrace.messages.scheduler_output import NewRequest
 
 
@@ -45,7 +43,7 @@ class FaultHook:
         """Forget a request that has ended."""
         self._faults.pop(request_id, None)
 
-    def take_due(self, phase: str, request_ids: Sequence[str], seq_lens: np.ndarray) -> list[int]:
+    def take_due(self, phase: str, request_ids: Sequence[str], seq_lens: Sequence[int]) -> list[int]:
         """Places of the requests whose fault strikes in this phase now."""
         if not self._faults:
             return []
@@ -57,7 +55,7 @@ class FaultHook:
                 places.append(place)
         return places
 
-    def raise_if_due(self, phase: str, request_ids: Sequence[str], seq_lens: np.ndarray) -> None:
+    def raise_if_due(self, phase: str, request_ids: Sequence[str], seq_lens: Sequence[int]) -> None:
         """Raise when the fault of any of the requests strikes in this phase."""
         if self.take_due(phase, request_ids, seq_lens):
             raise InjectedFaultError(f"injected fault in {phase}")

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
 
-import numpy as np
 import torch
 
 from headrace.device.attention.metadata import ForwardContext
@@ -148,19 +147,19 @@ class GraphRunner(Protocol):
         """The model's forward for a step that was dispatched as ``choice``."""
         ...
 
-    def run_head(self, hidden: torch.Tensor, rows: np.ndarray, num_best: int) -> HeadOutput:
+    def run_head(self, hidden: torch.Tensor, rows: list[int], num_best: int) -> HeadOutput:
         """The head for some rows of what `run` returned last.
 
         Args:
-            rows: int32, rows of ``hidden``; at most ``num_best + MAX_LOGIT_ROWS``.
+            rows: rows of ``hidden``; at most ``num_best + MAX_LOGIT_ROWS``.
             num_best: that many rows, the first ones, need no logits.
         """
         ...
 
 
-def run_head_eagerly(model: ForwardModel, ops: Ops, hidden: torch.Tensor, rows: np.ndarray) -> HeadOutput:
+def run_head_eagerly(model: ForwardModel, ops: Ops, hidden: torch.Tensor, rows: list[int]) -> HeadOutput:
     """All logits of the rows, then the best of each."""
-    logits = model.compute_logits(ops.gather_rows(hidden, torch.from_numpy(rows)))
+    logits = model.compute_logits(ops.gather_rows(hidden, torch.tensor(rows, dtype=torch.int32)))
     return HeadOutput.of_logits(logits.float().cpu().numpy())
 
 
@@ -181,5 +180,5 @@ class EagerRunner:
         assert choice.mode is GraphMode.EAGER
         return self.model.forward(*inputs.make(), intermediate)
 
-    def run_head(self, hidden: torch.Tensor, rows: np.ndarray, num_best: int) -> HeadOutput:
+    def run_head(self, hidden: torch.Tensor, rows: list[int], num_best: int) -> HeadOutput:
         return run_head_eagerly(self.model, self.ops, hidden, rows)

@@ -8,6 +8,7 @@ never change and a captured graph can read them.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,6 @@ import torch
 from headrace.device.ops.interface import StepInputs, StepMemory, TableMemory
 from headrace.device.runner.block_tables import BlockTables
 from headrace.device.runner.request_states import RequestStates
-from headrace.device.sampling.rows import NO_LOGPROBS
 from headrace.messages.scheduler_output import SchedulerOutput
 
 
@@ -74,25 +74,26 @@ class PromptRows:
     count: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class InputBatch:
-    """One step in batch order; arrays are the step's own.
+    """One step in batch order, by place unless a line says otherwise.
+
+    Lists and not arrays: a step has few requests, and each small array operation costs as much as a dozen of them.
 
     Attributes:
-        request_ids: by place.
-        rows: ``req_idx`` by place (the ``idx_mapping``).
-        seq_lens: tokens computed after this step, by place.
-        last_tokens: int32, the token row of each place's last token.
+        rows: ``req_idx`` (the ``idx_mapping``).
+        seq_lens: tokens computed after this step.
+        last_tokens: the token row of the last token.
         sampled_places: places whose last known token is computed in this step, ascending.
         prompt_rows: prompt log-probabilities to compute.
         uniform_query_len: the query length of every place, or 0 when they differ.
     """
 
     request_ids: list[str]
-    rows: np.ndarray
-    seq_lens: np.ndarray
-    last_tokens: np.ndarray
-    sampled_places: np.ndarray
+    rows: list[int]
+    seq_lens: list[int]
+    last_tokens: list[int]
+    sampled_places: list[int]
     prompt_rows: list[PromptRows]
     num_tokens: int
     max_query_len: int
@@ -109,24 +110,23 @@ def prepare_inputs(step: SchedulerOutput, states: RequestStates, inputs: StepInp
     computed_of = dict(zip(step.cached.request_ids, step.cached.num_computed_tokens, strict=True))
     for request in step.new:
         computed_of[request.request_id] = request.num_computed_tokens
-    request_ids, counts = list(step.num_scheduled_tokens), list(step.num_scheduled_tokens.values())
-    shortest, longest = min(counts), max(counts)
+    request_ids, query_lens = list(step.num_scheduled_tokens), list(step.num_scheduled_tokens.values())
+    shortest, longest = min(query_lens), max(query_lens)
     if shortest != longest:
-        order = sorted(range(len(counts)), key=counts.__getitem__)
-        request_ids, counts = [request_ids[i] for i in order], [counts[i] for i in order]
-    rows = np.array([states.row(r) for r in request_ids], dtype=np.int64)
-    computed = np.array([computed_of[r] for r in request_ids], dtype=np.int64)
-    query_lens = np.array(counts, dtype=np.int64)
+        order = sorted(range(len(query_lens)), key=query_lens.__getitem__)
+        request_ids, query_lens = [request_ids[i] for i in order], [query_lens[i] for i in order]
+    rows = [states.row(request_id) for request_id in request_ids]
+    computed = [computed_of[request_id] for request_id in request_ids]
     num_tokens = inputs.fill(rows, computed, query_lens)
-    seq_lens = computed + query_lens
-    ends = query_lens.cumsum()
+    seq_lens = [before + count for before, count in zip(computed, query_lens, strict=True)]
+    given = states.num_given
     return InputBatch(
         request_ids=request_ids,
         rows=rows,
         seq_lens=seq_lens,
-        last_tokens=(ends - 1).astype(np.int32),
-        sampled_places=np.flatnonzero(seq_lens >= states.num_given[rows]),
-        prompt_rows=_find_prompt_rows(states, rows, computed, seq_lens, ends - query_lens),
+        last_tokens=[end - 1 for end in accumulate(query_lens)],
+        sampled_places=[place for place, row in enumerate(rows) if seq_lens[place] >= given[row]],
+        prompt_rows=_find_prompt_rows(states, rows, computed, seq_lens),
         num_tokens=num_tokens,
         max_query_len=longest,
         uniform_query_len=longest if shortest == longest else 0,
@@ -134,15 +134,16 @@ def prepare_inputs(step: SchedulerOutput, states: RequestStates, inputs: StepInp
 
 
 def _find_prompt_rows(
-    states: RequestStates, rows: np.ndarray, computed: np.ndarray, seq_lens: np.ndarray, starts: np.ndarray
+    states: RequestStates, rows: list[int], computed: list[int], seq_lens: list[int]
 ) -> list[PromptRows]:
     """The token at position p predicts p + 1, so a chunk serves the positions behind it, up to the prompt's end."""
-    wanted = states.sampling.num_prompt_logprobs[rows] != NO_LOGPROBS
-    if not wanted.any():
+    asking = states.sampling.prompt_logprobs_rows
+    if not asking:
         return []
-    ends = np.minimum(seq_lens, states.num_prompt[rows] - 1)
-    places = np.flatnonzero(wanted & (ends > computed)).tolist()
-    return [
-        PromptRows(place, int(starts[place]), int(computed[place]) + 1, int(ends[place] - computed[place]))
-        for place in places
-    ]
+    found, first = [], 0
+    for place, (row, begin, end) in enumerate(zip(rows, computed, seq_lens, strict=True)):
+        stop = min(end, int(states.num_prompt[row]) - 1)
+        if row in asking and stop > begin:
+            found.append(PromptRows(place, first, begin + 1, stop - begin))
+        first += end - begin
+    return found

@@ -109,7 +109,7 @@ class ModelRunner:
             limits.max_num_batched_tokens, limits.max_num_seqs, [table.shape[1] for table in self.tables.tables]
         )
         self._inputs = ops.make_step_inputs(self.buffers.memory(self.states.token_ids, self.tables))
-        self._sampler = Sampler(self.states.sampling, self.states.token_ids, self.states.num_prompt, ops.draw_token)
+        self._sampler = Sampler(self.states.sampling, self.states.token_ids, self.states.num_prompt, ops.sampling)
         self._state: ExecuteModelState | None = None
 
     def capture_graphs(self) -> CapturedGraphs:
@@ -175,18 +175,19 @@ class ModelRunner:
         hidden = self._hooks.pipeline.receive(state.hidden)
         masked = set(grammar.request_ids) if grammar is not None else set()
         places, num_best = self._order_places(batch, masked)
-        rows, positions = batch.rows[places], batch.seq_lens[places]
-        names = [batch.request_ids[place] for place in places.tolist()]
+        rows, positions = [batch.rows[place] for place in places], [batch.seq_lens[place] for place in places]
+        names = [batch.request_ids[place] for place in places]
         meta = SamplingMetadata(rows, positions, _masks_by_place(names, grammar))
-        sampled = self._sample_rows(hidden, batch.last_tokens[places], num_best, meta, names)
+        sampled = self._sample_rows(hidden, [batch.last_tokens[place] for place in places], num_best, meta, names)
         prompt_logprobs, errors = compute_prompt_logprobs(batch, hidden, self.states, self._model, self._ops)
         errors |= {names[i]: message for i, message in sampled.errors.items()}
-        fine = sampled.token_ids != NO_TOKEN
-        self.states.write_sampled(rows[fine], positions[fine], sampled.token_ids[fine])
         tokens: list[list[int]] = [[] for _ in batch.request_ids]
-        for place, token in zip(places[fine].tolist(), sampled.token_ids[fine].tolist(), strict=True):
-            if batch.request_ids[place] not in errors:
-                tokens[place] = [token]
+        for i, token in enumerate(sampled.token_ids):
+            if token == NO_TOKEN:
+                continue
+            self.states.write_sampled(rows[i], positions[i], token)
+            if names[i] not in errors:
+                tokens[places[i]] = [token]
         return ModelRunnerOutput(
             request_ids=batch.request_ids,
             sampled_token_ids=tokens,
@@ -225,7 +226,7 @@ class ModelRunner:
         self._memory.copy(step.kv.copy)
 
     def _dispatch(self, batch: InputBatch) -> Dispatch:
-        has_lora = self._hooks.lora.apply([self.states.lora_names[row] for row in batch.rows.tolist()])
+        has_lora = self._hooks.lora.apply([self.states.lora_names[row] for row in batch.rows])
         descriptor = BatchDescriptor(batch.num_tokens, batch.num_reqs, batch.uniform_query_len, has_lora)
         return dispatch(self._hooks.batch_sync.sync_batch(descriptor), self._graphs.captured)
 
@@ -243,20 +244,22 @@ class ModelRunner:
             progress=self._progress,
         )
 
-    def _order_places(self, batch: InputBatch, masked: set[str]) -> tuple[np.ndarray, int]:
+    def _order_places(self, batch: InputBatch, masked: set[str]) -> tuple[list[int], int]:
         """The sampled places, first those that need only their best token, and how many these are."""
-        places = batch.sampled_places
-        best = self._sampler.takes_best(batch.rows[places])
-        if masked:
-            best &= [batch.request_ids[place] not in masked for place in places.tolist()]
-        num_best = int(np.count_nonzero(best))
-        return (places if num_best in (0, len(places)) else places[np.argsort(~best, kind="stable")]), num_best
+        rows, takes_best = batch.rows, self.states.sampling.takes_best
+        best, others = [], []
+        for place in batch.sampled_places:
+            if takes_best[rows[place]] and not (masked and batch.request_ids[place] in masked):
+                best.append(place)
+            else:
+                others.append(place)
+        return best + others, len(best)
 
     def _sample_rows(
-        self, hidden: torch.Tensor, token_rows: np.ndarray, num_best: int, meta: SamplingMetadata, names: list[str]
+        self, hidden: torch.Tensor, token_rows: list[int], num_best: int, meta: SamplingMetadata, names: list[str]
     ) -> SamplerOutput:
         """Sample rows of ``hidden``, as many at once as logits may be held."""
-        whole = SamplerOutput(np.empty(len(names), dtype=np.int64))
+        whole = SamplerOutput([])
         struck = self._faults.take_due("logits", names, meta.positions)
         first = 0
         while first < len(names):
@@ -265,7 +268,8 @@ class ModelRunner:
             for place in struck:
                 if first <= place < end:
                     head.peaks[place - first] = np.nan
-            whole.insert(first, self._sampler.sample(head, meta.slice(first, end)))
+            part = meta if end >= len(names) > 0 == first else meta.slice(first, end)
+            whole.extend(self._sampler.sample(head, part))
             first = end
         return whole
 

@@ -9,7 +9,6 @@ from headrace.device.ops.interface import Ops
 from headrace.device.runner.graphs import ForwardModel
 from headrace.device.runner.input_batch import InputBatch, PromptRows
 from headrace.device.runner.request_states import RequestStates
-from headrace.device.sampling.logprobs import make_token_logprobs
 from headrace.messages.runner_output import PromptLogprobs, TokenLogprobs
 
 SLICE_ROWS = 32
@@ -46,5 +45,5 @@ def _compute_entries(
         for raw, token in zip(logits, tokens[first : first + count], strict=True):
             if not np.isfinite(raw.max()):
                 raise FloatingPointError("the model produced logits that are not finite")
-            entries.append(make_token_logprobs(raw, token, num_logprobs))
+            entries.append(ops.sampling.token_logprobs(raw, token, num_logprobs))
     return entries

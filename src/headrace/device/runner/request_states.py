@@ -32,7 +32,7 @@ class RequestStates:
     def __init__(self, max_rows: int, max_model_len: int, vocab_size: int) -> None:
         self.token_ids = np.zeros((max_rows, max_model_len + 1), dtype=np.int32)
         self.num_prompt = np.zeros(max_rows, dtype=np.int32)
-        self.num_given = np.zeros(max_rows, dtype=np.int32)
+        self.num_given = [0] * max_rows
         """Tokens known when the row was made: the prompt and, for a resumed request, its outputs."""
         self.sampling = SamplingRows(max_rows, vocab_size)
         self.lora_names: list[str | None] = [None] * max_rows
@@ -73,9 +73,9 @@ class RequestStates:
             self.sampling.clear_row(row)
             self._free.append(row)
 
-    def write_sampled(self, rows: np.ndarray, positions: np.ndarray, token_ids: np.ndarray) -> None:
-        """Put sampled tokens at their absolute positions."""
-        self.token_ids[rows, positions] = token_ids
+    def write_sampled(self, row: int, position: int, token_id: int) -> None:
+        """Put a sampled token at its absolute position."""
+        self.token_ids[row, position] = token_id
 
     def check_invariants(self) -> None:
         """Each row is free or has one owner."""

@@ -6,7 +6,11 @@ full stable sort, whatever shortcut found them. Ties go to the lower id.
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
+
+from headrace.device.sampling.weights import weigh
 
 _LANES = 64
 _FIRST_GUESS = 64
@@ -46,20 +50,27 @@ def select_top_p(values: np.ndarray, top_p: float) -> np.ndarray:
 
     Probabilities are those among ``values``. At least one index survives, and none whose value is ``-inf``.
     """
-    weights = np.exp(values - values.max())
-    target = top_p * float(weights.sum(dtype=np.float64))
+    weights = weigh(values, values.max())
+    target = top_p * float(weights.sum())
     size = _FIRST_GUESS
     while True:
         best = top_k_ids(values, min(size, len(values)))
-        mass = np.cumsum(weights[best], dtype=np.float64)
+        mass = np.cumsum(weights[best]).astype(np.float64)
         if mass[-1] >= target or len(best) < size:
             keep = int(np.searchsorted(mass, target, side="left")) + 1
             return np.sort(best[:keep])
         size *= 8
 
 
+def least_of(min_p: float) -> float:
+    """What a logit must reach, the greatest one being zero, to have ``min_p`` times its probability."""
+    return float(np.float32(np.log(min_p))) if min_p > 0 else -math.inf
+
+
 def surviving_ids(x: np.ndarray, min_p: float, top_k: int, top_p: float) -> np.ndarray | None:
-    """Ids that may be drawn from the scaled row ``x``, ascending; ``None`` when no filter is on.
+    """Ids that may be drawn from the row ``x``, scaled so that its greatest value is zero, ascending.
+
+    ``None`` when no filter is on.
 
     min_p keeps tokens with at least ``min_p`` times the best token's probability; top_k and top_p follow in this order,
     each on what the one before has left. A filter that is off is skipped.
@@ -70,7 +81,7 @@ def surviving_ids(x: np.ndarray, min_p: float, top_k: int, top_p: float) -> np.n
         ids = select_top_k(x, top_k)
     if min_p > 0:
         values = x if ids is None else x[ids]
-        kept = np.flatnonzero(values >= values.max() + np.float32(np.log(min_p)))
+        kept = np.flatnonzero(values >= np.float32(least_of(min_p)))
         ids = kept if ids is None else ids[kept]
     if top_p < 1:
         kept = select_top_p(x if ids is None else x[ids], top_p)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from headrace.device.sampling.filters import top_k_ids
+from headrace.device.sampling.noise import log_of
+from headrace.device.sampling.weights import ONE, weigh
 from headrace.messages.runner_output import TokenLogprobs
 
 
@@ -15,7 +17,8 @@ def make_token_logprobs(row: np.ndarray, token_id: int, num_logprobs: int) -> To
         row: float32 ``[V]``, raw logits; not changed.
     """
     peak = row.max()
-    log_sum = float(peak) + float(np.log(np.exp(row - peak).sum(dtype=np.float64)))
+    total = np.array([float(weigh(row, peak).sum()) / ONE])
+    log_sum = float(peak) + float(log_of(total)[0])
     value = row[token_id]
     rank = 1 + int(np.count_nonzero(row > value)) + int(np.count_nonzero(row[:token_id] == value))
     if num_logprobs == 0:

@@ -80,7 +80,8 @@ def hash_tokens(key: tuple[np.uint32, np.uint32], token_ids: np.ndarray) -> np.n
     return h
 
 
-def _log(x: np.ndarray) -> np.ndarray:
+def log_of(x: np.ndarray) -> np.ndarray:
+    """The logarithm as it is written above."""
     m, e = np.frexp(x)
     small = m < _SQRT_HALF
     m = np.where(small, m + m, m)
@@ -97,7 +98,7 @@ def _log(x: np.ndarray) -> np.ndarray:
 def make_noise(hashes: np.ndarray) -> np.ndarray:
     """Gumbel noise, float64, of hashed tokens."""
     u = (hashes.astype(np.float64) + 0.5) * 2.0**-32
-    noise: np.ndarray = -_log(-_log(u))
+    noise: np.ndarray = -log_of(-log_of(u))
     return noise
 
 

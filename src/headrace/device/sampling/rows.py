@@ -74,8 +74,12 @@ class SamplingRows:
         self.seed = np.zeros(max_rows, dtype=np.int64)
         self.num_logprobs = np.full(max_rows, NO_LOGPROBS, dtype=np.int32)
         self.num_prompt_logprobs = np.full(max_rows, NO_LOGPROBS, dtype=np.int32)
-        self.plain = np.ones(max_rows, dtype=bool)
+        self.prompt_logprobs_rows: set[int] = set()
+        """Rows that ask for log-probabilities of their prompt."""
+        self.plain = [True] * max_rows
         """Arg max of the raw row is the answer: temperature 0 and nothing that changes logits."""
+        self.takes_best = [True] * max_rows
+        """Plain, and nobody asked for log-probabilities: the best token is all that is needed."""
         self.extras: list[RowExtras | None] = [None] * max_rows
 
     def set_row(self, row: int, request: NewRequest) -> None:
@@ -97,10 +101,16 @@ class SamplingRows:
         extras = _make_extras(request, self.vocab_size)
         self.extras[row] = extras
         self.plain[row] = greedy and extras is None
+        self.takes_best[row] = self.plain[row] and params.logprobs is None
+        if wanted is not None:
+            self.prompt_logprobs_rows.add(row)
+        else:
+            self.prompt_logprobs_rows.discard(row)
 
     def clear_row(self, row: int) -> None:
         """Release a row's large state."""
         self.extras[row] = None
+        self.prompt_logprobs_rows.discard(row)
 
 
 def _ids_inside(ids: tuple[int, ...], vocab_size: int) -> np.ndarray:

@@ -11,22 +11,19 @@ nothing left to choose from, any exception) gets an error and no token; the othe
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from headrace.base.logging import get_logger
 from headrace.device.sampling import processors
-from headrace.device.sampling.draw import draw_token
-from headrace.device.sampling.filters import surviving_ids
-from headrace.device.sampling.logprobs import make_token_logprobs
+from headrace.device.sampling.kernels import SamplingKernels
 from headrace.device.sampling.rows import NO_LOGPROBS, RowExtras, SamplingRows
 from headrace.messages.runner_output import NO_TOKEN_LEFT, NON_FINITE, TokenLogprobs
 
 logger = get_logger(__name__)
 
-Draw = Callable[[np.ndarray, np.ndarray | None, int, int], int]
 NO_TOKEN = -1
 
 
@@ -60,13 +57,13 @@ class SamplingMetadata:
     """The rows of a step that are sampled, in the order of their logits.
 
     Attributes:
-        req_idx: int array, the request's row.
-        positions: int array, absolute position at which the new token will stand.
+        req_idx: the request's row.
+        positions: absolute position at which the new token will stand.
         bitmasks: int32 words per place, for rows under a grammar.
     """
 
-    req_idx: np.ndarray
-    positions: np.ndarray
+    req_idx: list[int]
+    positions: list[int]
     bitmasks: dict[int, np.ndarray] = field(default_factory=dict)
 
     def slice(self, first: int, end: int) -> SamplingMetadata:
@@ -79,13 +76,14 @@ class SamplingMetadata:
 class SamplerOutput:
     """Token per place (`NO_TOKEN` where the row failed), log-probabilities and errors by place."""
 
-    token_ids: np.ndarray
+    token_ids: list[int]
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
     errors: dict[int, str] = field(default_factory=dict)
 
-    def insert(self, first: int, part: SamplerOutput) -> None:
-        """Take over the places from ``first`` on."""
-        self.token_ids[first : first + len(part.token_ids)] = part.token_ids
+    def extend(self, part: SamplerOutput) -> None:
+        """Take over the next places."""
+        first = len(self.token_ids)
+        self.token_ids += part.token_ids
         self.logprobs.update((first + place, entry) for place, entry in part.logprobs.items())
         self.errors.update((first + place, error) for place, error in part.errors.items())
 
@@ -97,38 +95,35 @@ class Sampler:
         rows: parameters by ``req_idx``.
         token_ids: int32 ``[max_rows, width]``, known tokens of each row from position 0.
         num_prompt: int array, prompt length of each row.
-        draw: `draw_token`, or a faster way to the same tokens.
+        kernels: work on a row.
     """
 
     def __init__(
-        self, rows: SamplingRows, token_ids: np.ndarray, num_prompt: np.ndarray, draw: Draw = draw_token
+        self, rows: SamplingRows, token_ids: np.ndarray, num_prompt: np.ndarray, kernels: SamplingKernels
     ) -> None:
-        self._draw_token = draw
+        self._kernels = kernels
         self._rows = rows
         self._token_ids = token_ids
         self._num_prompt = num_prompt
         self._scratch = np.empty(rows.vocab_size, dtype=np.float32)
 
-    def takes_best(self, req_idx: np.ndarray) -> np.ndarray:
-        """Which rows need nothing but their best token, as long as no grammar masks them."""
-        return self._rows.plain[req_idx] & (self._rows.num_logprobs[req_idx] == NO_LOGPROBS)
-
     def sample(self, head: HeadOutput, meta: SamplingMetadata) -> SamplerOutput:
         """Sample every row of ``head`` (not changed); rows without logits take their best."""
-        finite = np.isfinite(head.peaks)
-        output = SamplerOutput(np.where(finite, head.best, NO_TOKEN))
-        for place in np.flatnonzero(~finite).tolist():
-            output.errors[place] = NON_FINITE
+        output = SamplerOutput(head.best.tolist())
+        for place, peak in enumerate(head.peaks.tolist()):
+            if not math.isfinite(peak):
+                output.token_ids[place] = NO_TOKEN
+                output.errors[place] = NON_FINITE
         first = len(head.best) - len(head.logits)
         for place, row in enumerate(head.logits, first):
-            if not finite[place]:
+            if place in output.errors:
                 continue
             output.token_ids[place] = NO_TOKEN
             try:
                 token = self._choose(row, int(head.best[place]), place, meta)
                 wanted = int(self._rows.num_logprobs[meta.req_idx[place]])
                 if wanted != NO_LOGPROBS:
-                    output.logprobs[place] = make_token_logprobs(row, token, wanted)
+                    output.logprobs[place] = self._kernels.token_logprobs(row, token, wanted)
                 output.token_ids[place] = token
             except RowError as error:
                 output.errors[place] = str(error)
@@ -138,13 +133,13 @@ class Sampler:
         return output
 
     def _choose(self, row: np.ndarray, best: int, place: int, meta: SamplingMetadata) -> int:
-        index, position = int(meta.req_idx[place]), int(meta.positions[place])
+        index, position = meta.req_idx[place], meta.positions[place]
         if self._rows.plain[index] and place not in meta.bitmasks:
             return best
         x = self._scratch
         np.copyto(x, row)
         if place in meta.bitmasks:
-            processors.apply_bitmask(x, meta.bitmasks[place])
+            self._kernels.apply_bitmask(x, meta.bitmasks[place])
         extras = self._rows.extras[index]
         if extras is not None:
             self._apply_extras(x, extras, index, position)
@@ -153,7 +148,7 @@ class Sampler:
             raise RowError(NO_TOKEN_LEFT)
         if self._rows.temperature[index] == 0.0:
             return best
-        return self._draw(x, x[best], index, position)
+        return self._draw(x, float(x[best]), index, position)
 
     def _apply_extras(self, x: np.ndarray, extras: RowExtras, index: int, position: int) -> None:
         tokens = self._token_ids[index]
@@ -166,7 +161,7 @@ class Sampler:
             processors.apply_forbidden(x, extras.end_ids)
         if extras.penalties is not None:
             extras.penalties.move_to(tokens, position)
-            processors.apply_penalties(
+            self._kernels.apply_penalties(
                 x,
                 extras.penalties.in_prompt,
                 extras.penalties.counts,
@@ -177,10 +172,15 @@ class Sampler:
         if extras.bad_words:
             processors.apply_bad_words(x, extras.bad_words, tokens[num_prompt:position])
 
-    def _draw(self, x: np.ndarray, peak: np.float32, index: int, position: int) -> int:
+    def _draw(self, x: np.ndarray, peak: float, index: int, position: int) -> int:
         rows = self._rows
-        # The peak is taken off first, so that a low temperature cannot overflow.
-        x -= peak
-        x /= rows.temperature[index]
-        ids = surviving_ids(x, float(rows.min_p[index]), int(rows.top_k[index]), float(rows.top_p[index]))
-        return self._draw_token(x, ids, int(rows.seed[index]), position)
+        return self._kernels.draw(
+            x,
+            peak,
+            float(rows.temperature[index]),
+            float(rows.min_p[index]),
+            int(rows.top_k[index]),
+            float(rows.top_p[index]),
+            int(rows.seed[index]),
+            position,
+        )

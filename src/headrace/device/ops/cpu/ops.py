@@ -18,6 +18,7 @@ from headrace.device.attention.metadata import AttentionMetadata, LayerCache
 from headrace.device.ops.cpu import _native
 from headrace.device.ops.cpu.arena import Arena
 from headrace.device.ops.cpu.recorder import Recorder
+from headrace.device.ops.cpu.sampling import NativeSampling
 from headrace.device.ops.interface import (
     Activation,
     AttentionShape,
@@ -29,7 +30,6 @@ from headrace.device.ops.interface import (
 )
 from headrace.device.quantization.raw_tensor import RawTensor
 from headrace.device.runner.graphs import MAX_LOGIT_ROWS
-from headrace.device.sampling.draw import draw_token
 
 Activations = Literal["exact", "int8"]
 
@@ -65,6 +65,7 @@ class NativeOps:
             self.team = _native.Team(num_threads, isa or "")
         except ValueError as error:
             raise ConfigError(f"HEADRACE_ISA: {error}") from None
+        self.sampling = NativeSampling(self.team)
         self._exact = activations == "exact"
         self._quantization = quantization or ""
         self._arena = Arena()
@@ -199,11 +200,6 @@ class NativeOps:
         out = torch.empty(len(logits), dtype=torch.int32)
         self._run(_native.arg_max(logits, out), len(logits), num_logit_rows=len(logits))
         return out
-
-    def draw_token(self, x: np.ndarray, ids: np.ndarray | None, seed: int, position: int) -> int:
-        if ids is not None:
-            return draw_token(x, ids, seed, position)
-        return _native.draw_token(self.team, x, seed % (1 << 64), position)
 
     def make_step_inputs(self, memory: StepMemory) -> StepInputs:
         groups = [(g.table, g.num_blocks, g.block_size, g.step_table, g.slots) for g in memory.groups]

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -95,6 +94,7 @@ class PlanRunner:
         self._ops = ops
         self._recorder: Recorder | None = None
         self._hidden: torch.Tensor | None = None
+        self._shown: torch.Tensor | None = None
         self._head: _HeadPlan | None = None
         self._context: ForwardContext | None = None
         self.captured = CapturedGraphs()
@@ -135,14 +135,15 @@ class PlanRunner:
         assert self._recorder is not None
         assert self._hidden is not None
         self._recorder.plan.replay(self._ops.team, inputs.num_tokens, inputs.num_reqs)
-        return self._hidden[: inputs.num_tokens]
+        if self._shown is None or len(self._shown) != inputs.num_tokens:
+            self._shown = self._hidden[: inputs.num_tokens]
+        return self._shown
 
-    def run_head(self, hidden: torch.Tensor, rows: np.ndarray, num_best: int) -> HeadOutput:
+    def run_head(self, hidden: torch.Tensor, rows: list[int], num_best: int) -> HeadOutput:
         """The head of some rows; see `GraphRunner.run_head`."""
-        head = self._head
-        if head is None or self._hidden is None or hidden.data_ptr() != self._hidden.data_ptr():
+        head, count = self._head, len(rows)
+        if head is None or hidden is not self._shown:
             return run_head_eagerly(self._model, self._ops, hidden, rows)
-        count = len(rows)
         head.index[:count] = rows
         head.recorder.plan.replay(self._ops.team, len(hidden), 0, count, num_best)
         return HeadOutput(head.best[:count], head.peaks[:count], head.logits[: count - num_best])

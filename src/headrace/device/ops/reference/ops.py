@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch.nn import functional
 
@@ -27,7 +26,7 @@ from headrace.device.ops.interface import (
 from headrace.device.ops.reference.attention import paged_attention, store_kv
 from headrace.device.ops.reference.step_inputs import NumpyStepInputs
 from headrace.device.quantization.raw_tensor import RawTensor
-from headrace.device.sampling.draw import draw_token
+from headrace.device.sampling.kernels import NumpySampling
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +83,7 @@ class ReferenceOps:
     """
 
     name = "reference"
+    sampling = NumpySampling()
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         self.dtype = dtype
@@ -185,9 +185,6 @@ class ReferenceOps:
         for place in range(1, top_k):
             out = out + parts[:, place]
         return out.contiguous()
-
-    def draw_token(self, x: np.ndarray, ids: np.ndarray | None, seed: int, position: int) -> int:
-        return draw_token(x, ids, seed, position)
 
     def make_step_inputs(self, memory: StepMemory) -> StepInputs:
         return NumpyStepInputs(memory)

@@ -15,12 +15,18 @@ class NumpyStepInputs:
     def __init__(self, memory: StepMemory) -> None:
         self._memory = memory
 
-    def fill(self, rows: np.ndarray, num_computed: np.ndarray, num_new: np.ndarray) -> int:
+    def fill(self, rows: list[int], num_computed: list[int], num_new: list[int]) -> int:
         """Write a step into the buffers."""
+        index_of, computed, new = (np.array(a, dtype=np.int64) for a in (rows, num_computed, num_new))
+        seq_lens, tokens = computed + new, int(new.sum())
+        self._check(index_of, computed, new, seq_lens, tokens)
+        self._write(index_of, computed, new, seq_lens, tokens)
+        return tokens
+
+    def _write(
+        self, rows: np.ndarray, num_computed: np.ndarray, num_new: np.ndarray, seq_lens: np.ndarray, tokens: int
+    ) -> None:
         memory, num_reqs = self._memory, len(rows)
-        seq_lens = num_computed + num_new
-        tokens = int(num_new.sum())
-        self._check(rows, num_computed, num_new, seq_lens, tokens)
         starts = np.zeros(num_reqs + 1, dtype=np.int64)
         np.cumsum(num_new, out=starts[1:])
         token_rows = np.repeat(rows, num_new)
@@ -33,7 +39,6 @@ class NumpyStepInputs:
             np.take(group.table, rows, axis=0, out=group.step_table[:num_reqs], mode="clip")
             index, offset = np.divmod(positions, group.block_size)
             group.slots[:tokens] = group.table[token_rows, index].astype(np.int64) * group.block_size + offset
-        return tokens
 
     def pad(self, reqs: int, begin: int, end: int) -> None:
         """Make padding of what lies behind a step."""
