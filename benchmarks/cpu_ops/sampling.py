@@ -1,6 +1,6 @@
 """Times the sampler's work on a row of logits, natively and in NumPy: CPU time of the thread, median over many rows.
 
-    python benchmarks/cpu_ops/sampling.py [--vocab 49152] [--rows 1 8 32]
+python benchmarks/cpu_ops/sampling.py [--vocab 49152] [--rows 1 8 32]
 """
 
 from __future__ import annotations
