@@ -248,6 +248,39 @@ void hold_up(Random& random) {
     while (std::chrono::steady_clock::now() < until) std::this_thread::yield();
 }
 
+// Each row of each number of rows, so each tile and each place in it, has the bits of the row alone on the generic unit.
+// Outputs end inside a panel; the last rows of x are taken, so that reading past one is seen.
+void test_tiles() {
+    constexpr int most = 35, outputs = 83, width = 256;
+    Team plain(1, find_kernels("generic"));
+    for (const char* format : {"Q4_1", "Q8_0", "Q4_K", "Q5_1", "Q6_K", "BF16"})
+        for (bool exact : {false, true}) {
+            Random random(13);
+            const Source source(format, outputs, width, random);
+            const auto x = random.floats(most * width);
+            const auto multiply = [&](Team& team, int first, int rows) {
+                std::vector<float> out(size_t(rows * outputs));
+                LinearOp op;
+                op.weight = pack_weight(team, {source.tensor}, width, "", false);
+                op.input = {Rows::Tokens, width, x.data() + first * width, exact || !op.weight->quantized(), nullptr};
+                op.out = out.data();
+                run_op(team, op, {rows, 1, 0});
+                return out;
+            };
+            std::vector<float> want;
+            for (int row = 0; row < most; ++row)
+                for (float value : multiply(plain, row, 1)) want.push_back(value);
+            for (const Kernels* kernels : available_kernels()) {
+                Team team(2, *kernels);
+                for (int rows = 1; rows <= most; ++rows) {
+                    const std::vector<float> alone(want.end() - rows * outputs, want.end());
+                    expect(multiply(team, most - rows, rows) == alone, std::string(format) + " in tiles of " +
+                                                                           kernels->name + ", " + std::to_string(rows) + " rows");
+                }
+            }
+        }
+}
+
 // Every piece runs once, after all pieces of the calls before, however many there are, however they are shared and whoever
 // comes late; a run that has returned is over for everybody.
 void test_team() {
@@ -300,6 +333,7 @@ int main() {
     test_draws();
     test_team();
     test_bounds();
+    test_tiles();
     test_layers();
     std::printf(failures ? "%d failures\n" : "all fine\n", failures);
     return failures ? EXIT_FAILURE : EXIT_SUCCESS;
