@@ -19,6 +19,7 @@ from headrace.config.sections import EngineConfig
 from headrace.core.client import EngineCoreClient
 from headrace.core.make_client import EXECUTORS
 from headrace.core.process_client import ProcessClient
+from headrace.entrypoints.cli import main as cli
 from headrace.entrypoints.cli import serve
 from headrace.entrypoints.engine_config import load_engine_config
 from headrace.entrypoints.openai.options import options_from_args
@@ -40,20 +41,21 @@ class FaultyClient(ProcessClient):
 
 
 def main() -> int:
-    """Serve."""
-    parser = argparse.ArgumentParser()
-    serve.add_arguments(parser)
+    """Serve, through the command line like everybody."""
     model, given, *flags = sys.argv[1:]
-    args = parser.parse_args([model, *flags])
     options = json.loads(given)
 
     def make_core(config: EngineConfig) -> EngineCoreClient:
         path = EXECUTORS[config.parallel.executor] if options is None else SIMULATED
         return FaultyClient(config, path, options)
 
-    settings = settings_from_args(args)
-    setup_logging(settings.get("log_level", "info"), settings.get("log_format", "text"))
-    return run_server(load_engine_config(settings), options_from_args(args), make_core)
+    def run(args: argparse.Namespace) -> int:
+        settings = settings_from_args(args)
+        setup_logging(settings.get("log_level", "info"), settings.get("log_format", "text"))
+        return run_server(load_engine_config(settings), options_from_args(args), make_core)
+
+    serve.run = run
+    return cli.main(["serve", model, *flags])
 
 
 if __name__ == "__main__":

@@ -154,6 +154,8 @@ PATHS = [
     "/v1/requests/nobody/explain",
     "/v1/requests/%00/explain?format=xml",
     "/v1/requests/%2e%2e/explain?format=text&format=json",
+    "/v1/responses/nobody",
+    "/v1/responses/%00%ff",
     "/v1/steps?after=-1",
     "/v1/steps?after=99999999999999999999999999",
     "/v1/steps?after=%C2%B2",

@@ -113,7 +113,7 @@ def test_a_worker_of_several_dies(smollm2_gguf: Path) -> None:
 
 
 def test_a_core_that_dies_while_it_starts(smollm2_gguf: Path) -> None:
-    with ServerProcess(smollm2_gguf, *FLAGS) as server:
+    with ServerProcess(smollm2_gguf, *FLAGS, simulated_step_s=0.0, simulated={"start_s": 120}) as server:
         deadline = time.monotonic() + 60
         while (core := find_core(server)) is None:
             assert time.monotonic() < deadline
