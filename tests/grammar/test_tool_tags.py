@@ -218,9 +218,7 @@ _TAG = st.fixed_dictionaries(
         "triggers": _JSON | st.just(["<t>", "{"]),
         "otherwise": _JSON,
         "at_start": _JSON
-        | st.fixed_dictionaries(
-            {"separator": _JSON}, optional=dict.fromkeys(("lead", "opening", "closing"), _JSON)
-        ),
+        | st.fixed_dictionaries({"separator": _JSON}, optional=dict.fromkeys(("lead", "opening", "closing"), _JSON)),
     },
 )
 
