@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from headrace.device.models.decoder import Decoder
 from headrace.device.models.registry import get_model_class
 from headrace.device.ops.reference.ops import ReferenceOps
 from headrace.device.ops.registry import make_ops
+from headrace.device.platform.hardware import NATIVE_MODULE
+from headrace.device.runner.graphs import CapturedGraph, CapturedGraphs, GraphMode
 from tests.device.families import make_hf_model, save_hf_model
 from tests.device.models import Driver, make_config
 
@@ -68,6 +71,20 @@ def test_nothing_is_computed_outside_operators(family: str, tmp_path: Path) -> N
         driver.model.compute_logits(hidden)
     assert guard.strays == set()
     assert ctx.progress.read() - before == driver.model.arch.num_layers
+
+
+@pytest.mark.skipif(find_spec(NATIVE_MODULE) is None, reason="the native kernels are not built")
+@pytest.mark.parametrize("family", ["llama-bias", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "olmo2"])
+def test_the_native_forward_is_captured_whole(family: str, tmp_path: Path) -> None:
+    from headrace.device.ops.cpu.ops import NativeOps
+    from headrace.device.ops.cpu.plan_runner import PlanRunner
+
+    ops = NativeOps(1)
+    driver = Driver.load(save_hf_model(make_hf_model(family), tmp_path), ops=ops)
+    runner = PlanRunner(driver.model, ops)
+    with torch.inference_mode():
+        runner.capture(*driver.context([(driver.add([5, 6, 7, 8, 9]), 3), (driver.add([3]), 1)]))
+    assert runner.captured == CapturedGraphs((CapturedGraph(GraphMode.FULL, max_tokens=4, max_reqs=2),))
 
 
 def test_an_unknown_architecture_lists_the_known_ones() -> None:

@@ -48,6 +48,7 @@ class CapturedGraph:
         max_tokens, max_reqs: the largest step.
         uniform_query_len: the only query length it knows, or 0 for any mix.
         pads: whether a smaller step must be padded to ``max_tokens``.
+        reason: why it holds pieces alone; empty for a whole forward.
     """
 
     mode: GraphMode
@@ -56,6 +57,7 @@ class CapturedGraph:
     uniform_query_len: int = 0
     has_lora: bool = False
     pads: bool = False
+    reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +95,7 @@ def dispatch(descriptor: BatchDescriptor, captured: CapturedGraphs) -> Dispatch:
     if best.mode is GraphMode.FULL:
         reason = "fits a captured graph"
     else:
-        reason = "; ".join(r for r in refusals if r.startswith("FULL")) or "only pieces were captured"
+        reason = "; ".join(r for r in refusals if r.startswith("FULL")) or best.reason or "only pieces were captured"
     return Dispatch(best.mode, reason, size, best)
 
 

@@ -33,7 +33,7 @@ class Arena:
             self._idle_bytes -= size
         else:
             raw = np.empty(size + _ALIGNMENT, dtype=np.uint8)
-        start = -raw.ctypes.data % _ALIGNMENT
+        start = start_of(raw)
         lent = raw[start : start + rows * width * 4].view(np.float32).reshape(rows, width)
         weakref.finalize(lent, self._give_back, size, raw).atexit = False
         return torch.from_numpy(lent)
@@ -48,6 +48,11 @@ class Arena:
             self._idle_bytes -= oldest
             if not self._free[oldest]:
                 del self._free[oldest]
+
+
+def start_of(raw: np.ndarray) -> int:
+    """Where in ``raw`` its buffer begins."""
+    return int(-raw.ctypes.data % _ALIGNMENT)
 
 
 def _size_class(num_bytes: int) -> int:

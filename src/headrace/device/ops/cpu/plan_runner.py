@@ -1,22 +1,25 @@
 """The CPU's graph: one forward, recorded once and replayed for any step that fits.
 
 Capture happens before the first step, on the runner's persistent buffers: it runs the model with recording ops under a
-guard that refuses every PyTorch computation which is not a view, by name, since a replay would leave it out. A refused
-capture leaves the model to be called eagerly. The plan's rows are a parameter, so a step is never padded.
+guard. A PyTorch computation on rows of tokens splits the plan into pieces (PIECEWISE, see `torch_calls`); any other,
+views aside, refuses the capture by name, and the model is called eagerly. The plan's rows are a parameter, so a step is
+never padded.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
+from itertools import chain
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from headrace.base.logging import get_logger
-from headrace.device.attention.metadata import ForwardContext
+from headrace.device.attention.metadata import AttentionMetadata, ForwardContext
 from headrace.device.distributed.groups import IntermediateTensors
+from headrace.device.ops.cpu import _native
 from headrace.device.ops.cpu.ops import NativeOps
 from headrace.device.ops.cpu.recorder import HeadBuffers, Recorder
+from headrace.device.ops.cpu.torch_calls import CaptureGuard, CaptureRefusedError, TorchCall, check_same_calls
 from headrace.device.runner.graphs import (
     CapturedGraph,
     CapturedGraphs,
@@ -31,33 +34,12 @@ from headrace.device.sampling.sampler import HeadOutput
 logger = get_logger(__name__)
 
 
-class CaptureRefusedError(Exception):
-    """The forward does something that a plan cannot hold."""
-
-
-class _Guard(TorchDispatchMode):
-    """Lets views pass and refuses everything else."""
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """PyTorch would load its compiler to keep it away from this class: seconds and 100 MB, and no compiler runs."""
-        return False
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not _is_view(func):
-            raise CaptureRefusedError(f"{func.name()} is not a native operator")
-        return func(*args, **(kwargs or {}))
-
-
-def _is_view(func: Any) -> bool:
-    returns = func._schema.returns
-    return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
-
-
 class _HeadPlan:
     """The head as a plan of its own: gathers rows of the captured hidden states and reduces their logits."""
 
     def __init__(self, recorder: Recorder, index: torch.Tensor, head: HeadBuffers) -> None:
+        assert isinstance(recorder.pieces[0], _native.Plan)
+        self.plan = recorder.pieces[0]
         self.recorder = recorder
         self.index = index.numpy()
         self.best, self.peaks, self.logits = head.best, head.peaks, head.logits.numpy()
@@ -69,7 +51,7 @@ def _capture_head(model: ForwardModel, ops: NativeOps, hidden: torch.Tensor, max
     index = torch.zeros(max_reqs, dtype=torch.int32)
     ops.set_recorder(recorder)
     try:
-        with _Guard():
+        with CaptureGuard():
             logits = model.compute_logits(ops.gather_rows(hidden, index))
     except CaptureRefusedError as error:
         logger.info("the head is called op by op (%s)", error)
@@ -78,7 +60,7 @@ def _capture_head(model: ForwardModel, ops: NativeOps, hidden: torch.Tensor, max
         ops.set_recorder(None)
     assert recorder.head is not None
     assert logits is recorder.head.logits, "logits are what the head op makes"
-    recorder.plan.finish(ops.team, [])
+    recorder.finish(ops.team, [])
     return _HeadPlan(recorder, index, recorder.head)
 
 
@@ -101,40 +83,66 @@ class PlanRunner:
 
     @property
     def op_names(self) -> list[str]:
-        """The captured ops, fused ones left out; empty without a plan."""
-        return self._recorder.plan.op_names if self._recorder is not None else []
+        """What a replay runs, in order, fused ops left out; empty without a plan."""
+        pieces = self._recorder.pieces if self._recorder is not None else []
+        return list(chain(*(p.op_names if isinstance(p, _native.Plan) else [p.name] for p in pieces)))
 
     def capture(self, ids: torch.Tensor, ctx: ForwardContext) -> None:
         """Record the forward of the largest step; see `GraphRunner.capture`."""
         max_tokens, max_reqs = len(ids), ctx.groups[0].num_reqs
-        recorder = Recorder(max_tokens, max_reqs, 0)
-        self._ops.set_recorder(recorder)
         try:
-            with _Guard():
-                hidden = self._model.forward(ids, ctx)
-            if not isinstance(hidden, torch.Tensor):
-                raise CaptureRefusedError("a pipeline stage hands several tensors on")
+            recorder, hidden, calls = self._record(ids, ctx)
+            if calls:
+                if max_tokens < 2:
+                    raise CaptureRefusedError(f"{calls[0].name} in steps of a single token")
+                again = self._record(ids[:-1], _smaller(ctx))[2]
+                check_same_calls(calls, again)
         except CaptureRefusedError as error:
             self.captured = CapturedGraphs(why_none=str(error))
             return
-        finally:
-            self._ops.set_recorder(None)
-        recorder.plan.finish(self._ops.team, [hidden.data_ptr()])
+        recorder.finish(self._ops.team, [hidden.data_ptr()])
         self._ops.team.set_progress(ctx.progress.address)
         # The plan reads the buffers of the context by address: they live as long as it does.
         self._recorder, self._hidden, self._context = recorder, hidden, ctx
         self._head = _capture_head(self._model, self._ops, hidden, max_reqs)
-        self.captured = CapturedGraphs((CapturedGraph(GraphMode.FULL, max_tokens, max_reqs),))
+        self.captured = CapturedGraphs((_describe(calls, max_tokens, max_reqs),))
+
+    def _record(self, ids: torch.Tensor, ctx: ForwardContext) -> tuple[Recorder, torch.Tensor, list[TorchCall]]:
+        """A recording of the forward, its hidden states, and the PyTorch calls that split it."""
+        recorder = Recorder(len(ids), ctx.groups[0].num_reqs, 0)
+        for tensor in (ids, ctx.positions, *(group.slot_mapping for group in ctx.groups)):
+            recorder.add_rows(tensor)
+        for group in ctx.groups:
+            for tensor in (group.query_start_loc, group.seq_lens, group.block_table):
+                recorder.add_other(tensor)
+        guard = CaptureGuard(recorder)
+        self._ops.set_recorder(recorder)
+        try:
+            with guard:
+                hidden = self._model.forward(ids, ctx)
+        finally:
+            self._ops.set_recorder(None)
+        if not isinstance(hidden, torch.Tensor):
+            raise CaptureRefusedError("a pipeline stage hands several tensors on")
+        if not recorder.has_rows(hidden):
+            raise CaptureRefusedError("the hidden states are not one row per token")
+        return recorder, hidden, guard.calls
 
     def run(
         self, choice: Dispatch, inputs: ForwardInputs, intermediate: IntermediateTensors | None
     ) -> torch.Tensor | IntermediateTensors:
         """The model's forward; see `GraphRunner.run`."""
-        if choice.mode is not GraphMode.FULL:
+        if choice.mode is GraphMode.EAGER:
             return self._model.forward(*inputs.make(), intermediate)
         assert self._recorder is not None
         assert self._hidden is not None
-        self._recorder.plan.replay(self._ops.team, inputs.num_tokens, inputs.num_reqs)
+        assert self._context is not None
+        for piece in self._recorder.pieces:
+            if isinstance(piece, _native.Plan):
+                piece.replay(self._ops.team, inputs.num_tokens, inputs.num_reqs)
+            else:
+                piece.run(inputs.num_tokens)
+                self._context.progress.advance()
         if self._shown is None or len(self._shown) != inputs.num_tokens:
             self._shown = self._hidden[: inputs.num_tokens]
         return self._shown
@@ -145,5 +153,32 @@ class PlanRunner:
         if head is None or hidden is not self._shown:
             return run_head_eagerly(self._model, self._ops, hidden, rows)
         head.index[:count] = rows
-        head.recorder.plan.replay(self._ops.team, len(hidden), 0, count, num_best)
+        head.plan.replay(self._ops.team, len(hidden), 0, count, num_best)
         return HeadOutput(head.best[:count], head.peaks[:count], head.logits[: count - num_best])
+
+
+def _smaller(ctx: ForwardContext) -> ForwardContext:
+    """A context of one token less, and of one request less where there are several."""
+
+    def shrink(group: AttentionMetadata) -> AttentionMetadata:
+        reqs = max(1, group.num_reqs - 1)
+        return AttentionMetadata(
+            num_tokens=group.num_tokens - 1,
+            num_reqs=reqs,
+            max_query_len=group.max_query_len - 1,
+            max_seq_len=group.max_seq_len - 1,
+            query_start_loc=group.query_start_loc[: reqs + 1],
+            seq_lens=group.seq_lens[:reqs],
+            block_table=group.block_table[:reqs],
+            slot_mapping=group.slot_mapping[:-1],
+        )
+
+    return replace(ctx, positions=ctx.positions[:-1], groups=[shrink(group) for group in ctx.groups])
+
+
+def _describe(calls: list[TorchCall], max_tokens: int, max_reqs: int) -> CapturedGraph:
+    """What was captured, and why it is in pieces if it is."""
+    if not calls:
+        return CapturedGraph(GraphMode.FULL, max_tokens, max_reqs)
+    names = ", ".join(dict.fromkeys(call.name for call in calls))
+    return CapturedGraph(GraphMode.PIECEWISE, max_tokens, max_reqs, reason=f"{names} run between native operators")

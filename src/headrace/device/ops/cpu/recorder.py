@@ -3,15 +3,20 @@
 The recorder hands out buffers of the largest size, remembers which of them hold one row per token and which one row per
 row of logits, and keeps the plan's memory alive. Buffers come from an arena of its own: an op's result returns to it
 when the captured code drops the tensor, so later ops reuse it as they would have during a run.
+
+A call that no plan can hold splits the recording: what came before is a plan of its own, and its fusions leave alone
+all buffers that the captured code still holds, since what follows may read them.
 """
 
 from __future__ import annotations
+
+from typing import Protocol
 
 import numpy as np
 import torch
 
 from headrace.device.ops.cpu import _native
-from headrace.device.ops.cpu.arena import Arena
+from headrace.device.ops.cpu.arena import Arena, start_of
 
 _ROW_GAP = 16
 """Floats between rows of logits, so that rows of a vocabulary that is a power of two do not share cache sets."""
@@ -35,24 +40,45 @@ class HeadBuffers:
         self.logits = torch.from_numpy(self.memory[:, :vocab_size])
 
 
+class Interlude(Protocol):
+    """What runs between two plans."""
+
+    name: str
+
+    def run(self, num_tokens: int) -> None:
+        """Compute the first rows."""
+        ...
+
+
 class Recorder:
-    """Collects the ops of one forward of at most the given sizes."""
+    """Collects the ops of one forward of at most the given sizes.
+
+    Attributes:
+        num_tokens: rows of a buffer that holds one row per token.
+        plan: the ops since the last split.
+        pieces: all that a replay runs, in order, once the recording is finished.
+    """
 
     def __init__(self, max_tokens: int, max_reqs: int, max_logit_rows: int) -> None:
-        self._max_tokens = max_tokens
+        self.num_tokens = max_tokens
+        self._sizes = (max_tokens, max_reqs, max_logit_rows)
         self._max_logit_rows = max_logit_rows
-        self._arena = Arena(max_idle_bytes=1 << 62)
+        self._arena = _WatchedArena()
         self._logit_buffers: set[int] = set()
+        self._row_bytes: dict[int, int] = {}
+        self._kept: list[list[int]] = []
         self.head: HeadBuffers | None = None
-        self.plan = _native.Plan(max_tokens, max_reqs, max_logit_rows)
+        self.plan = _native.Plan(*self._sizes)
+        self.pieces: list[_native.Plan | Interlude] = []
 
     def take(self, rows: int, width: int, like: torch.Tensor | None) -> torch.Tensor:
         """A buffer for as many rows as ``like`` may have; shown with ``rows`` rows."""
         if like is not None and like.data_ptr() in self._logit_buffers:
             return self.take_logit_rows(rows, width)
-        assert rows <= self._max_tokens
-        out = self._arena.take(self._max_tokens, width)
+        assert rows <= self.num_tokens
+        out = self._arena.take(self.num_tokens, width)
         self._logit_buffers.discard(out.data_ptr())
+        self.add_rows(out)
         return out[:rows]
 
     def take_logit_rows(self, rows: int, width: int) -> torch.Tensor:
@@ -75,3 +101,64 @@ class Recorder:
     def append(self, op: _native.Op) -> None:
         """Record an op."""
         self.plan.append(op)
+
+    def split(self, interlude: Interlude) -> None:
+        """End the plan before ``interlude`` and begin the next one after it."""
+        self._close(list(self._arena.lent))
+        self.pieces.append(interlude)
+
+    def finish(self, team: _native.Team, kept: list[int]) -> None:
+        """End the recording; ``kept`` are buffers that somebody reads after a replay."""
+        self._close(kept)
+        plans = [piece for piece in self.pieces if isinstance(piece, _native.Plan)]
+        for plan, addresses in zip(plans, self._kept, strict=True):
+            plan.finish(team, addresses)
+
+    def add_rows(self, x: torch.Tensor) -> None:
+        """Take note of a buffer with one row per token."""
+        self._row_bytes[_base(x)] = x.stride(0) * x.element_size()
+
+    def add_other(self, x: torch.Tensor) -> None:
+        """Take note of a buffer of the step with other rows."""
+        self._row_bytes[_base(x)] = 0
+
+    def is_of_step(self, x: torch.Tensor) -> bool:
+        """Whether ``x`` shows a buffer that every step fills anew."""
+        return _base(x) in self._row_bytes
+
+    def has_rows(self, x: torch.Tensor) -> bool:
+        """Whether ``x`` shows all of the tokens, in order and along its first axis."""
+        row_bytes = self._row_bytes.get(_base(x), 0)
+        in_rows = x.dim() > 0 and len(x) == self.num_tokens and x.stride(0) * x.element_size() == row_bytes
+        return in_rows and x.data_ptr() - _base(x) < row_bytes
+
+    def is_lent(self, x: torch.Tensor) -> bool:
+        """Whether ``x`` shows a buffer of the arena."""
+        return _base(x) in self._arena.lent
+
+    def _close(self, kept: list[int]) -> None:
+        if self.plan.op_names:
+            self.pieces.append(self.plan)
+            self._kept.append(kept)
+        self.plan = _native.Plan(*self._sizes)
+
+
+class _WatchedArena(Arena):
+    """Knows the addresses of the buffers that somebody holds, and never gives memory back: plans read it by address."""
+
+    def __init__(self) -> None:
+        super().__init__(max_idle_bytes=1 << 62)
+        self.lent: set[int] = set()
+
+    def take(self, rows: int, width: int) -> torch.Tensor:
+        out = super().take(rows, width)
+        self.lent.add(out.data_ptr())
+        return out
+
+    def _give_back(self, size: int, raw: np.ndarray) -> None:
+        self.lent.discard(raw.ctypes.data + start_of(raw))
+        super()._give_back(size, raw)
+
+
+def _base(x: torch.Tensor) -> int:
+    return x.untyped_storage().data_ptr()
