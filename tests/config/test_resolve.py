@@ -51,6 +51,20 @@ def test_every_field_has_a_reason_and_none_is_left_open() -> None:
     assert config.cache.block_size > 0 and config.scheduler.max_num_seqs > 0
 
 
+def test_whether_forwards_are_captured_has_a_reason() -> None:
+    config = make()
+    assert config.device.enforce_eager is False
+    assert config.reasons["device.enforce_eager"].startswith("the native operators become one captured plan: FULL")
+    config = make(enforce_eager=True)
+    assert config.device.enforce_eager is True
+    assert config.reasons["device.enforce_eager"] == "set by the user: steps run EAGER"
+    assert make(tensor_parallel_size=2).reasons["device.enforce_eager"].endswith("steps run EAGER")
+    for settings in ({}, {"enforce_eager": False}):
+        config = make(replace(CPU, native_ops=False), **settings)
+        assert config.device.enforce_eager is True
+        assert "the reference operators are called one by one" in config.reasons["device.enforce_eager"]
+
+
 def test_packed_weights_are_kept_where_packing_costs_something() -> None:
     assert make().model.packed_cache == 8 * GIB
     assert make(packed_cache="1MiB").model.packed_cache == 1 << 20

@@ -11,7 +11,7 @@ from headrace.base.errors import ConfigError, InvalidRequestError, NotAcceptingE
 from headrace.core.engine_core import EngineCore
 from headrace.core.inproc_client import InlineCore
 from headrace.core.lifecycle import CoreState
-from headrace.messages.outputs import EngineCoreOutputs, FinishReason
+from headrace.messages.outputs import EngineCoreOutputs, FinishReason, GraphSummary
 from headrace.messages.requests import (
     Abort,
     AddLora,
@@ -191,6 +191,7 @@ def test_every_verb_has_a_handler_and_an_answer() -> None:
         Profile(start=True),
         Query(topic="config"),
         Query(topic="attention"),
+        Query(topic="graphs"),
         Query(topic="stats"),
         Sleep(),
         Wake(),
@@ -201,6 +202,12 @@ def test_every_verb_has_a_handler_and_an_answer() -> None:
     for verb in verbs:
         replies = ask(core, verb).replies
         assert [reply.error for reply in replies] == [None], verb
+
+
+def test_what_capture_gave_is_known() -> None:
+    core = make_core()
+    assert core.ready.graphs == GraphSummary(mode="EAGER", reason="there is no model")
+    assert core.perform(Query(topic="graphs")) == {"mode": "EAGER", "reason": "there is no model"}
 
 
 def test_a_core_that_woke_in_part_still_sleeps() -> None:

@@ -11,6 +11,7 @@ from headrace.base.errors import EngineDeadError
 from headrace.core.pipeline import Pipeline, StepFailedError
 from headrace.executor.base import Executor, ExecutorReady
 from headrace.messages.kv_cache import KVCacheConfig
+from headrace.messages.outputs import GraphSummary
 from headrace.messages.requests import AnyControl
 from headrace.messages.runner_output import ConnectorOutput, ModelRunnerOutput
 from headrace.messages.scheduler_output import CachedRequests, GrammarOutput, KVActions, SchedulerOutput
@@ -43,7 +44,7 @@ class LoggingExecutor(Executor):
     def start(self) -> ExecutorReady:
         raise NotImplementedError
 
-    def initialize_kv_cache(self, config: KVCacheConfig) -> None:
+    def initialize_kv_cache(self, config: KVCacheConfig) -> GraphSummary:
         raise NotImplementedError
 
     def execute_model(self, step: SchedulerOutput, non_block: bool = True) -> Future[ModelRunnerOutput | None]:

@@ -16,6 +16,7 @@ from headrace.base.progress import ProgressWord
 from headrace.config.sections import CacheSection, EngineConfig, ParallelSection, SchedulerSection
 from headrace.control.kv_cache.planning import plan_kv_cache
 from headrace.executor.multiproc import MultiprocExecutor, make_executor
+from headrace.messages.outputs import GraphSummary
 from headrace.messages.requests import AddLora
 from headrace.messages.runner_output import ModelRunnerOutput
 from headrace.messages.scheduler_output import SchedulerOutput
@@ -53,7 +54,8 @@ def start(executor: MultiprocExecutor) -> Driver:
     ready = executor.start()
     assert ready.available_bytes == 1 << 19 and ready.layer_specs[0].num_kv_heads == 1
     plan = plan_kv_cache(ready.layer_specs, ready.available_bytes, 128, BLOCK_SIZE)
-    executor.initialize_kv_cache(plan)
+    graphs = executor.initialize_kv_cache(plan)
+    assert graphs == GraphSummary(mode="EAGER", reason="the reference operators are called one by one")
 
     def run(step: SchedulerOutput) -> ModelRunnerOutput:
         output = executor.execute_model(step).result(60)

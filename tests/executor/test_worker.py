@@ -14,8 +14,10 @@ from headrace.base.errors import ConfigError, ModelFileError, RequestFailedError
 from headrace.base.progress import ProgressWord
 from headrace.config.sections import CacheSection, EngineConfig, ParallelSection, SchedulerSection
 from headrace.control.kv_cache.planning import plan_kv_cache
+from headrace.device.platform.hardware import detect_hardware
 from headrace.executor.base import ExecutorReady
 from headrace.executor.uniproc import UniprocExecutor, make_executor
+from headrace.messages.outputs import GraphSummary
 from headrace.messages.requests import AddLora, Reload, Sleep, Wake
 from headrace.messages.runner_output import ModelRunnerOutput
 from headrace.messages.scheduler_output import SchedulerOutput
@@ -44,7 +46,7 @@ class Engine:
             config.cache.block_size,
             config.cache.num_kv_blocks,
         )
-        self.executor.initialize_kv_cache(plan)
+        self.graphs = self.executor.initialize_kv_cache(plan)
         self.driver = Driver(self.run, num_blocks=plan.num_blocks, block_size=plan.block_size)
 
     def run(self, step: SchedulerOutput) -> ModelRunnerOutput:
@@ -91,6 +93,26 @@ def test_ready_says_what_was_built(engine: Engine) -> None:
     ready = engine.ready
     assert ready.vocab_size == 96 and len(ready.layer_specs) == 3 and ready.available_bytes == 1 << 20
     assert ready.attention.startswith("reference:") and set(ready.phases_ms) == {"device", "weights"}
+
+
+def test_what_capture_gave_is_told(engine: Engine) -> None:
+    assert engine.graphs == GraphSummary(mode="EAGER", reason="the reference operators are called one by one")
+
+
+@pytest.mark.skipif(not detect_hardware().native_ops, reason="the native kernels are not built")
+@pytest.mark.parametrize("eager", [False, True])
+def test_native_forwards_are_captured_unless_nobody_wants_it(folder: Path, eager: bool) -> None:
+    config = tiny_config(folder)
+    engine = Engine(replace(config, device=replace(config.device, ops="native", enforce_eager=eager)))
+    try:
+        if eager:
+            assert engine.graphs == GraphSummary(mode="EAGER", reason="--enforce-eager")
+        else:
+            reason = "the whole forward was captured"
+            assert engine.graphs == GraphSummary(mode="FULL", reason=reason, sizes=[(64, 4)])
+        engine.greedy("a", 3)
+    finally:
+        engine.executor.shutdown()
 
 
 def test_chunks_and_decodes_equal_whole_forwards(engine: Engine, expected: list[int]) -> None:

@@ -215,6 +215,7 @@ async def test_the_setup_shows_choices_with_reasons(live: Live) -> None:
     }
     assert KEY not in str(setup)
     assert set(setup["attention"]) == {"chosen", "refused"}
+    assert setup["graphs"] == {"mode": "EAGER", "reason": "there is no model"}
 
 
 async def test_the_feed_is_bounded_and_ends_with_the_server(live: Live) -> None:

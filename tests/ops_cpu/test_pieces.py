@@ -16,6 +16,10 @@ from headrace.device.runner.graphs import BatchDescriptor, GraphMode, dispatch
 from tests.ops_cpu.conftest import make_ops
 from tests.ops_cpu.test_plan import BLOCK, HEADS, LAYERS, MAX_BLOCKS, WIDTH, Steps, TinyModel, make_runner, run_step
 
+LIBRARY = torch.library.Library("headrace_tests", "DEF")
+LIBRARY.define("twice(Tensor x) -> Tensor")
+LIBRARY.impl("twice", lambda x: x * 2, "CompositeExplicitAutograd")
+
 Between = Callable[["Mixed", torch.Tensor, ForwardContext], torch.Tensor]
 
 
@@ -51,6 +55,10 @@ REFUSED: dict[str, tuple[str, Between]] = {
     "shape by value": ("aten::nonzero depends on the values", lambda model, x, ctx: x + x.nonzero().shape[0]),
     "a new constant": ("aten::detach_ writes in place", lambda model, x, ctx: x * torch.tensor(0.5)),
     "a value": ("aten::max", lambda model, x, ctx: x * float(x.max())),
+    "not of PyTorch": (
+        "headrace_tests::twice is neither a native operator",
+        lambda model, x, ctx: torch.ops.headrace_tests.twice(x),
+    ),
     "in place": ("aten::mul_.Tensor writes in place", lambda model, x, ctx: x.mul_(2)),
     "a number of tokens": ("aten::div.Tensor depends on the size", lambda model, x, ctx: x / len(x)),
     "a number of requests": (

@@ -13,9 +13,11 @@ from headrace.device.runner.graphs import (
     CapturedGraphs,
     GraphMode,
     dispatch,
+    summarize,
 )
 from headrace.device.runner.kv_memory import KVMemory
 from headrace.messages.kv_cache import KVCacheConfig
+from headrace.messages.outputs import GraphSummary
 
 FULL, PIECEWISE, EAGER = GraphMode.FULL, GraphMode.PIECEWISE, GraphMode.EAGER
 PLAN = CapturedGraphs((CapturedGraph(FULL, 512, 64),))
@@ -48,6 +50,28 @@ def test_dispatch(shape: BatchDescriptor, captured: CapturedGraphs, mode: GraphM
     assert (choice.mode, choice.num_tokens) == (mode, size)
     assert reason in choice.reason
     assert (choice.graph is None) == (mode is EAGER)
+
+
+PIECES = CapturedGraphs((CapturedGraph(PIECEWISE, 512, 64, reason="aten::tanh runs between native operators"),))
+
+
+def test_pieces_say_why() -> None:
+    choice = dispatch(BatchDescriptor(5, 5), PIECES)
+    assert (choice.mode, choice.num_tokens) == (PIECEWISE, 5)
+    assert choice.reason == "aten::tanh runs between native operators"
+
+
+@pytest.mark.parametrize(
+    ("captured", "mode", "reason", "sizes"),
+    [
+        (CapturedGraphs(why_none="--enforce-eager"), "EAGER", "--enforce-eager", []),
+        (PLAN, "FULL", "the whole forward was captured", [(512, 64)]),
+        (PIECES, "PIECEWISE", "aten::tanh runs between native operators", [(512, 64)]),
+        (CUDA, "FULL", "the whole forward was captured", [(8, 8), (16, 16), (64, 64)]),
+    ],
+)
+def test_summary(captured: CapturedGraphs, mode: str, reason: str, sizes: list[tuple[int, int]]) -> None:
+    assert summarize(captured) == GraphSummary(mode=mode, reason=reason, sizes=sizes)
 
 
 def test_every_layer_has_its_blocks(kv_config: Callable[..., KVCacheConfig], kv_backend: Any) -> None:

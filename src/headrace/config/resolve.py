@@ -137,6 +137,7 @@ def resolve(
     _check(r)
     _check_limits(r)
     _resolve_device(r, hardware)
+    _resolve_graphs(r)
     _resolve_model(r, architecture)
     _resolve_name(r, model_path)
     _resolve_cache(r)
@@ -216,6 +217,20 @@ def _resolve_device(r: _Resolver, hardware: HardwareInfo) -> None:
         r.decide("parallel.executor", kind, f"{ranks} worker{'s' if ranks > 1 else ''} on one machine")
     elif r.get("parallel.executor") == "uniproc" and ranks > 1:
         raise ConfigError(f"--executor uniproc runs one worker, not {ranks}; leave it out, or take multiproc")
+
+
+def _resolve_graphs(r: _Resolver) -> None:
+    """Whether forwards are captured. What capture then gives, the running engine tells."""
+    ops, asked = r.get("device.ops"), r.get("device.enforce_eager")
+    if asked:
+        why = "set by the user: steps run EAGER"
+    elif ops != "native":
+        why = f"the {ops} operators are called one by one: steps run EAGER"
+    elif r.get("parallel.tensor_parallel_size") > 1:
+        why = "no plan holds the sums over ranks between operators: steps run EAGER"
+    else:
+        why = "the native operators become one captured plan: FULL, or PIECEWISE around operators of PyTorch"
+    r.decide("device.enforce_eager", bool(asked) or ops != "native", why)
 
 
 def _resolve_model(r: _Resolver, architecture: Architecture) -> None:

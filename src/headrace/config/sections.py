@@ -124,7 +124,7 @@ class DeviceSection:
     platform: Literal["auto", "cpu", "cuda"] = setting("auto", "Device family.")
     attention_backend: str | None = setting(None, "Force an attention backend; an unusable one is an error.")
     ops: Literal["auto", "reference", "native", "triton"] = setting("auto", "Implementation of operators.")
-    enforce_eager: bool = setting(False, "Never capture graphs.")
+    enforce_eager: bool | None = setting(None, "Never capture graphs.")
 
 
 @dataclass(frozen=True, slots=True)

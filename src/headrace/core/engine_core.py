@@ -365,6 +365,7 @@ class EngineCore:
             "stats": lambda: to_builtins(self._make_stats()),
             "config": lambda: to_builtins(self.config),
             "kv_blocks": self.scheduler.kv.get_block_states,
+            "graphs": lambda: to_builtins(self.ready.graphs),
             "attention": lambda: {"chosen": self.ready.attention, "refused": self._refused_attention},
         }
         if request.topic in topics:
@@ -393,7 +394,7 @@ def _start(executor: Executor, config: EngineConfig, clock: Clock) -> tuple[KVCa
     )
     logger.info(describe(plan, max_model_len))
     planned = clock.monotonic()
-    executor.initialize_kv_cache(plan)
+    graphs = executor.initialize_kv_cache(plan)
     # The phases do not overlap: together they are the time from the start to here.
     other_ms = max(0.0, (planned - began) * 1e3 - sum(loaded.phases_ms.values()))
     own_phases_ms = {"workers": other_ms, "kv_cache": (clock.monotonic() - planned) * 1e3}
@@ -405,6 +406,7 @@ def _start(executor: Executor, config: EngineConfig, clock: Clock) -> tuple[KVCa
         kv_cache_tokens=num_cache_tokens(plan, max_model_len),
         max_concurrency=max_concurrency(plan, max_model_len),
         attention=loaded.attention,
+        graphs=graphs,
         phases_ms=loaded.phases_ms | own_phases_ms,
     )
     return plan, ready, loaded.refused

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from headrace.messages.kv_cache import KVCacheConfig, KVCacheSpec
+from headrace.messages.outputs import GraphSummary
 from headrace.messages.requests import AnyControl
 from headrace.messages.runner_output import ModelRunnerOutput
 from headrace.messages.scheduler_output import GrammarOutput, SchedulerOutput
@@ -42,7 +43,7 @@ class Executor(ABC):
         """Load the model; raises `ModelFileError` or `ConfigError` with the remedy."""
 
     @abstractmethod
-    def initialize_kv_cache(self, config: KVCacheConfig) -> None:
+    def initialize_kv_cache(self, config: KVCacheConfig) -> GraphSummary:
         """Allocate blocks and capture graphs."""
 
     @abstractmethod

@@ -37,6 +37,7 @@ from headrace.executor.wire import (
     Done,
     Execute,
     Failed,
+    Initialized,
     InitializeKV,
     Ready,
     Reply,
@@ -48,6 +49,7 @@ from headrace.executor.wire import (
     send_frame,
 )
 from headrace.messages.kv_cache import KVCacheConfig
+from headrace.messages.outputs import GraphSummary
 from headrace.messages.requests import AnyControl
 from headrace.messages.runner_output import ModelRunnerOutput
 from headrace.messages.scheduler_output import GrammarOutput, SchedulerOutput
@@ -121,8 +123,10 @@ class MultiprocExecutor(Executor):
         assert isinstance(reply, Ready)
         return replace(reply.ready, available_bytes=reply.ready.available_bytes // self._size)
 
-    def initialize_kv_cache(self, config: KVCacheConfig) -> None:
-        self._wait(self._call_all(InitializeKV(config)))
+    def initialize_kv_cache(self, config: KVCacheConfig) -> GraphSummary:
+        reply = self._wait(self._call_all(InitializeKV(config)))
+        assert isinstance(reply, Initialized)
+        return reply.graphs
 
     def execute_model(self, step: SchedulerOutput, non_block: bool = True) -> Future[ModelRunnerOutput | None]:
         replies = self._call_all(Execute(step))

@@ -22,6 +22,7 @@ from headrace.config.sections import EngineConfig
 from headrace.executor.base import Executor, ExecutorReady
 from headrace.executor.worker import Worker
 from headrace.messages.kv_cache import KVCacheConfig
+from headrace.messages.outputs import GraphSummary
 from headrace.messages.requests import AnyControl
 from headrace.messages.runner_output import ModelRunnerOutput
 from headrace.messages.scheduler_output import GrammarOutput, SchedulerOutput
@@ -54,8 +55,8 @@ class UniprocExecutor(Executor):
         self._thread.start()
         return self._wait(self._submit(self._load))
 
-    def initialize_kv_cache(self, config: KVCacheConfig) -> None:
-        self._wait(self._submit(lambda: self._loaded().initialize_kv_cache(config)))
+    def initialize_kv_cache(self, config: KVCacheConfig) -> GraphSummary:
+        return self._wait(self._submit(lambda: self._loaded().initialize_kv_cache(config)))
 
     def execute_model(self, step: SchedulerOutput, non_block: bool = True) -> Future[ModelRunnerOutput | None]:
         future = self._submit(lambda: self._loaded().execute(step))

@@ -15,6 +15,7 @@ from headrace.config.sections import EngineConfig
 from headrace.executor.base import ExecutorReady
 from headrace.messages.codec import Codec
 from headrace.messages.kv_cache import KVCacheConfig
+from headrace.messages.outputs import GraphSummary
 from headrace.messages.requests import AnyControl
 from headrace.messages.runner_output import ModelRunnerOutput
 from headrace.messages.scheduler_output import GrammarOutput, SchedulerOutput
@@ -34,7 +35,7 @@ class Start(msgspec.Struct, frozen=True, tag=True):
 
 
 class InitializeKV(msgspec.Struct, frozen=True, tag=True):
-    """Allocate blocks."""
+    """Allocate blocks and capture graphs. Answered by `Initialized`."""
 
     plan: KVCacheConfig
 
@@ -63,6 +64,12 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     ready: ExecutorReady
 
 
+class Initialized(msgspec.Struct, frozen=True, tag=True):
+    """Ready for steps."""
+
+    graphs: GraphSummary
+
+
 class Done(msgspec.Struct, frozen=True, tag=True):
     """A call that went well. ``output`` is set by rank 0 only; other ranks know it too but need not send it."""
 
@@ -78,7 +85,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 
 
 Call = Start | InitializeKV | Execute | Sample | Control
-Reply = Ready | Done | Failed
+Reply = Ready | Initialized | Done | Failed
 
 
 def call_codec() -> Codec[Call]:

@@ -25,12 +25,13 @@ from headrace.device.loading.loader import LoadedModel, load_model
 from headrace.device.ops.registry import make_ops
 from headrace.device.platform.cpu import CpuPlatform
 from headrace.device.platform.hardware import detect_hardware
-from headrace.device.runner.graphs import CapturedGraphs, EagerRunner, GraphRunner
+from headrace.device.runner.graphs import CapturedGraphs, EagerRunner, GraphRunner, summarize
 from headrace.device.runner.kv_memory import KVMemory
 from headrace.device.runner.model_runner import ModelRunner, RunnerLimits
 from headrace.executor.base import ExecutorReady
 from headrace.executor.profiling import Profiler
 from headrace.messages.kv_cache import KVCacheConfig
+from headrace.messages.outputs import GraphSummary
 from headrace.messages.requests import AnyControl, Profile, Reload, Sleep, Wake
 from headrace.messages.runner_output import ModelRunnerOutput
 from headrace.messages.scheduler_output import GrammarOutput, SchedulerOutput
@@ -95,7 +96,7 @@ class Worker:
             },
         )
 
-    def initialize_kv_cache(self, plan: KVCacheConfig) -> None:
+    def initialize_kv_cache(self, plan: KVCacheConfig) -> GraphSummary:
         """Allocate blocks, rows and buffers, and capture what steps will replay."""
         loaded, config = self._loaded, self._config
         assert loaded is not None, "load comes first"
@@ -117,12 +118,9 @@ class Worker:
         )
         began = self._clock.monotonic()
         with torch.inference_mode():
-            captured = self._runner.capture_graphs()
-        if captured.graphs:
-            modes = ", ".join(graph.mode.value for graph in captured.graphs)
-            logger.info("graphs: %s, captured in %.0f ms", modes, (self._clock.monotonic() - began) * 1e3)
-        else:
-            logger.info("graphs: EAGER (%s)", captured.why_none)
+            graphs = summarize(self._runner.capture_graphs())
+        logger.info("graphs: %s (%s), %.0f ms", graphs.mode, graphs.reason, (self._clock.monotonic() - began) * 1e3)
+        return graphs
 
     @torch.inference_mode()
     def execute(self, step: SchedulerOutput) -> ModelRunnerOutput | None:
@@ -180,12 +178,11 @@ class Worker:
 
     def _make_graphs(self, loaded: LoadedModel) -> GraphRunner:
         """The captured plan where the operators can record one and nobody asked for eager calls."""
-        config = self._config
-        if config.device.enforce_eager:
-            return EagerRunner(loaded.model, self._ops, CapturedGraphs(why_none="--enforce-eager"))
         if self._ops.name != "native":
             why = f"the {self._ops.name} operators are called one by one"
             return EagerRunner(loaded.model, self._ops, CapturedGraphs(why_none=why))
+        if self._config.device.enforce_eager:
+            return EagerRunner(loaded.model, self._ops, CapturedGraphs(why_none="--enforce-eager"))
         from headrace.device.ops.cpu.ops import NativeOps
         from headrace.device.ops.cpu.plan_runner import PlanRunner
 

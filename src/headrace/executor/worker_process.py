@@ -30,6 +30,7 @@ from headrace.executor.wire import (
     ErrorKind,
     Execute,
     Failed,
+    Initialized,
     InitializeKV,
     Ready,
     Reply,
@@ -70,8 +71,7 @@ class WorkerServer:
         assert worker is not None, "start comes first"
         match call:
             case InitializeKV(plan=plan):
-                worker.initialize_kv_cache(plan)
-                return Done()
+                return Initialized(worker.initialize_kv_cache(plan))
             case Execute(step=step):
                 output = worker.execute(step)
             case Sample(grammar=grammar):

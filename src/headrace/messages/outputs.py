@@ -98,6 +98,14 @@ class EngineCoreOutputs(msgspec.Struct, kw_only=True, omit_defaults=True, tag=Tr
     dead: str | None = None
 
 
+class GraphSummary(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What capture gave: the mode of steps that fit and why, and the largest (tokens, requests) of each graph."""
+
+    mode: str
+    reason: str
+    sizes: list[tuple[int, int]] = []
+
+
 class CoreReady(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag=True):
     """Sent once by a core that can serve: the final numbers that the frontend checks requests against.
 
@@ -111,6 +119,7 @@ class CoreReady(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, t
     kv_cache_tokens: int
     max_concurrency: float
     attention: str = ""
+    graphs: GraphSummary | None = None
     phases_ms: dict[str, float] = {}
 
 

@@ -28,6 +28,7 @@ from headrace.executor.base import Executor, ExecutorReady
 from headrace.kv_connector.null import NullWorkerConnector
 from headrace.kv_connector.protocol import WorkerConnector
 from headrace.messages.kv_cache import KVCacheConfig, KVCacheKind, KVCacheSpec
+from headrace.messages.outputs import GraphSummary
 from headrace.messages.requests import AnyControl, Reload
 from headrace.messages.runner_output import (
     NO_TOKEN_LEFT,
@@ -201,10 +202,11 @@ class SimulatedExecutor(Executor):
         memory = self._config.cache.kv_cache_memory or 1 << 20
         return ExecutorReady(specs, memory, self._config.architecture.vocab_size, attention="simulated")
 
-    def initialize_kv_cache(self, config: KVCacheConfig) -> None:
+    def initialize_kv_cache(self, config: KVCacheConfig) -> GraphSummary:
         self._kv_config = config
         self._kv = np.zeros((config.num_blocks, config.block_size), dtype=np.uint64)
         self._connector.register_caches([self._kv])
+        return GraphSummary(mode="EAGER", reason="there is no model")
 
     def execute_model(self, step: SchedulerOutput, non_block: bool = True) -> Future[ModelRunnerOutput | None]:
         if self.num_forwards == self._faults.crash_at:

@@ -17,6 +17,7 @@ from headrace.device.attention.metadata import ForwardContext
 from headrace.device.distributed.groups import IntermediateTensors
 from headrace.device.ops.interface import Ops
 from headrace.device.sampling.sampler import HeadOutput
+from headrace.messages.outputs import GraphSummary
 
 MAX_LOGIT_ROWS = 64
 """Rows whose logits are held at once: 13 MB for a vocabulary of 49,152."""
@@ -66,6 +67,18 @@ class CapturedGraphs:
 
     graphs: tuple[CapturedGraph, ...] = ()
     why_none: str = "no graph was captured"
+
+
+def summarize(captured: CapturedGraphs) -> GraphSummary:
+    """What capture gave, for people."""
+    if not captured.graphs:
+        return GraphSummary(mode=GraphMode.EAGER.value, reason=captured.why_none)
+    best = min(captured.graphs, key=lambda graph: graph.mode is not GraphMode.FULL)
+    return GraphSummary(
+        mode=best.mode.value,
+        reason=best.reason or "the whole forward was captured",
+        sizes=[(graph.max_tokens, graph.max_reqs) for graph in captured.graphs],
+    )
 
 
 @dataclass(frozen=True, slots=True)

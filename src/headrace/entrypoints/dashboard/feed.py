@@ -136,6 +136,7 @@ async def setup(context: ServerContext, request: Request) -> Response:
         "max_model_len": context.max_model_len,
         "config": [{"name": name, "value": value, "reason": why} for name, value, why in explained(llm.config)],
         "attention": await ask(context, "attention"),
+        "graphs": await ask(context, "graphs"),
         "start_up_ms": context.start_up_ms,
         "engine_ms": llm.ready.phases_ms,
     }

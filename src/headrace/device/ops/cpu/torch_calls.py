@@ -120,6 +120,9 @@ class CaptureGuard(TorchDispatchMode):
 
     def _keep_arguments(self, recorder: Recorder, func: Any, leaves: list[Any]) -> list[Any]:
         """The arguments as a replay takes them; refuses what it cannot repeat."""
+        # Others need not say in their schema what they write; collectives do not.
+        if func.namespace != "aten":
+            raise CaptureRefusedError(f"{func.name()} is neither a native operator nor one of PyTorch's own")
         if any(a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments):
             raise CaptureRefusedError(f"{func.name()} writes in place")
         if torch.Tag.dynamic_output_shape in func.tags or torch.Tag.data_dependent_output in func.tags:

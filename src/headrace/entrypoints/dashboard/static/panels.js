@@ -123,6 +123,13 @@ export function showGraphs(stats, steps) {
   );
 }
 
+function captured(graphs) {
+  if (!graphs) return "";
+  const sizes = (graphs.sizes ?? []).map(([tokens, requests]) => `${number(tokens)} tokens of ${number(requests)} requests`);
+  const most = sizes.length ? `, up to ${sizes.join(", ")}` : "";
+  return el("p", { class: "choice" }, el("b", {}, "Captured "), `${graphs.mode}: ${graphs.reason}${most}`);
+}
+
 export function showSetup(setup) {
   $("model").textContent = `${setup.model} · context of ${number(setup.max_model_len)} tokens`;
   const most = setup.config.find((row) => row.name === "scheduler.max_num_seqs");
@@ -132,6 +139,7 @@ export function showSetup(setup) {
     el("p", { class: "choice" }, el("b", {}, "Attention "), setup.attention.chosen || "not told"),
     refused.length ? el("p", { class: "quiet" }, "Not chosen") : "",
     el("ul", { class: "plain quiet" }, ...refused.map(([name, why]) => el("li", {}, `${name}: ${why}`))),
+    captured(setup.graphs),
     el("div", { id: "graphs" }),
   );
   const colours = ["host", "prefill", "decode", "waiting", "client", "recompute", "beside", "shared", "cached"];
