@@ -15,6 +15,7 @@ from headrace.base.errors import ConfigError, EngineDeadError, ModelFileError, R
 from headrace.base.progress import ProgressWord
 from headrace.config.sections import CacheSection, EngineConfig, ParallelSection, SchedulerSection
 from headrace.control.kv_cache.planning import plan_kv_cache
+from headrace.device.platform.hardware import detect_hardware
 from headrace.executor.multiproc import MultiprocExecutor, make_executor
 from headrace.messages.outputs import GraphSummary
 from headrace.messages.requests import AddLora
@@ -82,6 +83,20 @@ def test_two_ranks_give_the_tokens_of_one_and_survive_faults(executor: Multiproc
     with pytest.raises(RequestFailedError, match="AddLora"):
         executor.control(AddLora(name="x", path="y"))
     executor.check_health()
+
+
+@pytest.mark.skipif(not detect_hardware().native_ops, reason="the native kernels are not built")
+def test_sums_over_ranks_refuse_a_captured_plan(folder: Path) -> None:
+    config = two_ranks(folder)
+    executor = make_executor(replace(config, device=replace(config.device, ops="native")), ProgressWord())
+    try:
+        ready = executor.start()
+        plan = plan_kv_cache(ready.layer_specs, ready.available_bytes, 128, BLOCK_SIZE)
+        graphs = executor.initialize_kv_cache(plan)
+    finally:
+        executor.shutdown()
+    assert (graphs.mode, graphs.sizes) == ("EAGER", [])
+    assert "c10d::allreduce_" in graphs.reason
 
 
 def test_a_killed_worker_ends_the_executor_with_its_cause(executor: MultiprocExecutor) -> None:
