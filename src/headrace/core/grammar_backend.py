@@ -323,9 +323,9 @@ class LLGuidanceCompiler:
         self._tokenizer: GrammarTokenizer | GrammarError | None = None
         self._cache: OrderedDict[StructuredOutputParams, GrammarCompilation] = OrderedDict()
 
-    def prepare(self) -> None:
+    def prepare(self) -> Future[None]:
         """Begin to make the library's tokenizer, which holds the interpreter for a while and stalls all threads."""
-        self._pool.submit(self._prepare)
+        return self._pool.submit(self._prepare)
 
     def compile(self, params: StructuredOutputParams) -> GrammarCompilation:
         """Begin to compile, or return what is there for equal parameters."""

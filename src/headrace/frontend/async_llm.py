@@ -130,12 +130,12 @@ class AsyncLLM:
         self._spawn(self._watch_progress())
         return ready
 
-    def prepare_grammars(self) -> None:
+    async def prepare_grammars(self) -> None:
         """Have a thread do now what the first structured output would wait for, and all others with it.
 
         Best while the core loads: part of it lets no other thread run.
         """
-        self._structured.prepare()
+        await self._structured.prepare()
 
     @property
     def ready(self) -> CoreReady:

@@ -57,10 +57,10 @@ class StructuredOutputChecker:
                 lambda: TokenizerSource.from_backend(backend, eos_token_ids), vocab_size, clock, most.grammar_timeout_s
             )
 
-    def prepare(self) -> None:
-        """Begin with what the first constraint would wait for."""
+    async def prepare(self) -> None:
+        """Do what the first constraint would wait for."""
         if self._compiler is not None:
-            self._compiler.prepare()
+            await asyncio.wrap_future(self._compiler.prepare())
 
     async def check(self, params: SamplingParams, param: str = PARAM) -> SamplingParams:
         """Return the parameters with the constraint as it goes to the core.

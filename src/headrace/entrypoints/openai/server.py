@@ -145,8 +145,8 @@ async def _start(
         # Once the core has its message: everything that the first request needs.
         await asyncio.sleep(0)
         await asyncio.to_thread(_import_http)
+        await llm.prepare_grammars()
         start_up.front_end_is_ready()
-        llm.prepare_grammars()
         ready = await starting
     finally:
         starting.cancel()
@@ -180,7 +180,7 @@ class StartUp:
         return time.monotonic() - self._started
 
     def front_end_is_ready(self) -> None:
-        """Tokenizer and HTTP are there; they were made while the core started."""
+        """Tokenizer, grammars and HTTP are there; they were made while the core started."""
         self._front_end_ms = 1e3 * self.seconds - self.phases_ms["setup"]
 
     def engine_is_ready(self, phases_ms: dict[str, float]) -> None:
