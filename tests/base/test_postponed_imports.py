@@ -10,7 +10,7 @@ from types import ModuleType
 
 import pytest
 
-from headrace.base.postponed_imports import postpone
+from headrace.base.postponed_imports import load_postponed, postpone
 
 LOADED: list[str] = []
 
@@ -75,3 +75,12 @@ def test_other_modules_and_missing_ones_are_as_ever(package: str) -> None:
     postpone(["postponed_package.absent"])
     with pytest.raises(ModuleNotFoundError):
         __import__("postponed_package.absent")
+
+
+def test_it_runs_when_asked_to(package: str) -> None:
+    load_postponed()
+    assert not LOADED, "what nobody imported"
+    heavy = __import__(package).heavy
+    load_postponed()
+    assert [f"{package}.heavy"] == LOADED
+    assert heavy.answer == 42 and len(LOADED) == 1

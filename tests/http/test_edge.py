@@ -229,3 +229,5 @@ def test_useless_settings_are_found_before_the_model_is_loaded(tmp_path: Path) -
         taken.listen()
         with pytest.raises(ConfigError, match="choose another"):
             bind(ServerOptions(port=taken.getsockname()[1]))
+    with pytest.raises(ConfigError, match=r"cannot listen on .*:99999"):
+        bind(ServerOptions(port=99999))

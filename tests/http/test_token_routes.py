@@ -113,3 +113,20 @@ async def test_aborting_by_name() -> None:
         await service.settles()
     finally:
         await service.end()
+
+
+async def test_a_key_aborts_only_what_it_sent() -> None:
+    service = await start_simulated(step_s=0.005, api_key=("one", "two"))
+    mine, theirs = ({"Authorization": f"Bearer {key}"} for key in ("one", "two"))
+    try:
+        body = {"model": MODEL, "prompt": "a", "max_tokens": 100, "ignore_eos": True, "request_id": "mine"}
+        running = asyncio.create_task(service.http.post("/v1/completions", json=body, headers=mine))
+        while service.llm.num_requests < 1:
+            await asyncio.sleep(0.001)
+        reply = await service.http.post(ABORT, json={"request_ids": ["mine"]}, headers=theirs)
+        assert reply.json() == {"num_aborted": 0}
+        reply = await service.http.post(ABORT, json={"request_ids": ["mine"]}, headers=mine)
+        assert reply.json() == {"num_aborted": 1}
+        assert (await running).json()["choices"][0]["finish_reason"] == "abort"
+    finally:
+        await service.end()

@@ -22,14 +22,22 @@ def postpone(names: Iterable[str]) -> None:
     sys.meta_path.insert(0, _Finder(names))
 
 
+def load_postponed() -> None:
+    """Import now what was postponed: before code whose own imports would go in circles around it."""
+    for finder in sys.meta_path:
+        for module in map(sys.modules.get, finder.names if isinstance(finder, _Finder) else ()):
+            if isinstance(module, _Postponed):
+                _load(module)
+
+
 class _Finder:
     def __init__(self, names: Iterable[str]) -> None:
-        self._names = frozenset(names)
+        self.names = frozenset(names)
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname not in self._names:
+        if fullname not in self.names:
             return None
         spec = PathFinder.find_spec(fullname, path)
         if spec is not None and spec.loader is not None:
@@ -63,10 +71,14 @@ class _Postponed(ModuleType):
         # What the import system asks about is set, or is not there for real modules either.
         if name.startswith("__"):
             raise AttributeError(f"module '{self.__name__}' has no attribute '{name}'")
-        loader: object = self.__spec__.loader if self.__spec__ is not None else None
-        assert isinstance(loader, _Loader)
-        loader.load(self)
+        _load(self)
         try:
             return self.__dict__[name]
         except KeyError:
             raise AttributeError(f"module '{self.__name__}' has no attribute '{name}'") from None
+
+
+def _load(module: _Postponed) -> None:
+    loader: object = module.__spec__.loader if module.__spec__ is not None else None
+    assert isinstance(loader, _Loader)
+    loader.load(module)

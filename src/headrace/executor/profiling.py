@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from headrace.base.errors import RequestFailedError
+from headrace.base.postponed_imports import load_postponed
 from headrace.config import env
 from headrace.messages.requests import Profile
 
@@ -45,8 +46,11 @@ class Profiler:
             activities = [torch.profiler.ProfilerActivity.CPU]
             if torch.cuda.is_available():
                 activities.append(torch.profiler.ProfilerActivity.CUDA)
-            self._profile = torch.profiler.profile(activities=activities)
-            self._profile.start()
+            # The profiler imports parts of PyTorch that import each other.
+            load_postponed()
+            profile = torch.profiler.profile(activities=activities)
+            profile.start()
+            self._profile = profile
             return {"status": "started"}
         profile, self._profile = self._profile, None
         profile.stop()

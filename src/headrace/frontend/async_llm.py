@@ -344,10 +344,16 @@ class AsyncLLM:
         if request_ids and self._dead is None:
             self._spawn(self.client.abort(request_ids))
 
-    async def abort(self, request_id: str | Sequence[str]) -> int:
-        """End requests by the caller's ids and return how many; their streams get a last output that says ``abort``."""
+    async def abort(self, request_id: str | Sequence[str], *, owner: str | None = None) -> int:
+        """End requests by the caller's ids and return how many; their streams get a last output that says ``abort``.
+
+        Args:
+            owner: only what this key sent.
+        """
         wanted = {request_id} if isinstance(request_id, str) else set(request_id)
-        groups = [group for group in self._processor.groups() if group.external_id in wanted]
+        groups = [
+            group for group in self._processor.groups() if group.external_id in wanted and owner in (None, group.owner)
+        ]
         for group in groups:
             self._end(group, FinishReason.ABORT)
         return len(groups)

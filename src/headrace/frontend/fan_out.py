@@ -75,6 +75,7 @@ class RequestGroup:
         "num_live",
         "num_prompt_tokens",
         "on_news",
+        "owner",
         "prompt",
         "prompt_token_ids",
         "seed",
@@ -90,6 +91,7 @@ class RequestGroup:
     ) -> None:
         sampling = request.sampling
         self.external_id = external_id
+        self.owner = request.owner
         self._tokenizer = tokenizer
         self.prompt = prompt
         self.prompt_token_ids = request.prompt_token_ids

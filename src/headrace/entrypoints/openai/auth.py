@@ -11,6 +11,7 @@ import hmac
 from collections.abc import Iterable
 
 from headrace.entrypoints.dashboard.static import STATIC_PATHS
+from headrace.observability.marks import CURRENT
 
 OPEN_PATHS = frozenset({"/health", "/ready", "/version", "/metrics"}) | STATIC_PATHS
 
@@ -41,3 +42,9 @@ class KeyGuard:
             return None
         token = (authorization or b"").partition(b" ")[2]
         return hashlib.sha256(token.strip()).hexdigest()[:16]
+
+
+def get_owner() -> str | None:
+    """The key that the request at hand came with, by its name."""
+    marks = CURRENT.get()
+    return marks.owner if marks is not None else None

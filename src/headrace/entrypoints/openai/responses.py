@@ -16,6 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from headrace.base.errors import InvalidRequestError
+from headrace.entrypoints.openai.auth import get_owner
 from headrace.entrypoints.openai.body import read
 from headrace.entrypoints.openai.chat import ChatCall
 from headrace.entrypoints.openai.context import ServerContext
@@ -26,7 +27,7 @@ from headrace.entrypoints.openai.protocol import ResponsesRequest, Usage
 from headrace.entrypoints.openai.refusals import check_refusals
 from headrace.entrypoints.openai.responses_input import RULES, STORED_RULES, as_items, describe_body, make_chat, rename
 from headrace.entrypoints.openai.responses_items import ItemBuilder
-from headrace.entrypoints.openai.responses_store import StoredResponse, get_owner
+from headrace.entrypoints.openai.responses_store import StoredResponse
 from headrace.entrypoints.openai.sampling import check_stream_fields
 from headrace.entrypoints.openai.sse import EventStream
 from headrace.entrypoints.openai.token_cutter import TokenCutter

@@ -16,8 +16,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from headrace.base.errors import InvalidRequestError
+from headrace.entrypoints.openai.auth import get_owner
 from headrace.entrypoints.openai.errors import ApiError
-from headrace.observability.marks import CURRENT
 
 if TYPE_CHECKING:
     from headrace.entrypoints.openai.context import ServerContext
@@ -89,12 +89,6 @@ class ResponseStore:
         stored = self._kept.pop((owner, name), None)
         self._size -= stored.size if stored is not None else 0
         return stored is not None
-
-
-def get_owner() -> str | None:
-    """The key that the request at hand came with, by its name."""
-    marks = CURRENT.get()
-    return marks.owner if marks is not None else None
 
 
 def _check_on(context: ServerContext) -> None:

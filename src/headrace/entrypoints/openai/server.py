@@ -80,9 +80,9 @@ def bind(options: ServerOptions) -> socket.socket:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((options.host, options.port))
-    except OSError as error:
+    except (OSError, OverflowError) as error:
         listener.close()
-        reason = error.strerror or str(error)
+        reason = (isinstance(error, OSError) and error.strerror) or str(error)
         message = f"cannot listen on {options.host}:{options.port}: {reason}; choose another --host or --port"
         raise ConfigError(message) from None
     listener.setblocking(False)

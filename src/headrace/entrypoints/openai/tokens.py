@@ -16,6 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from headrace.base.errors import InvalidRequestError
+from headrace.entrypoints.openai.auth import get_owner
 from headrace.entrypoints.openai.body import read
 from headrace.entrypoints.openai.chat import ChatCall
 from headrace.entrypoints.openai.completions import CompletionCall
@@ -77,10 +78,10 @@ async def generate_tokens(context: ServerContext, request: Request) -> Response:
 
 
 async def abort_requests(context: ServerContext, request: Request) -> Response:
-    """``POST /inference/v1/abort_requests``: ends what has one of the names; unknown ones are ignored."""
+    """``POST /inference/v1/abort_requests``: ends what the key sent under one of the names; others are ignored."""
     body = await read(context, request, AbortRequest)
     names = [prefix + name for name in body.request_ids for prefix in PREFIXES]
-    return _json({"num_aborted": await context.llm.abort(names)})
+    return _json({"num_aborted": await context.llm.abort(names, owner=get_owner())})
 
 
 def make_token_sampling(body: GenerateRequest, defaults: dict[str, Any]) -> SamplingParams:
