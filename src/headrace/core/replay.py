@@ -230,7 +230,7 @@ class Replay:
             sampled_token_ids=[self._sample(number, count, *ends.get(number, (0, None))) for number, count in rows],
             drafts={f"request-{n}": [_FIRST_TOKEN] * count for n, count in outcome["drafts"]},
             errors={f"request-{number}": "error" for number in outcome["errors"]},
-            stats=StepStats(prepare_s=seconds[0], forward_s=seconds[1], sample_s=seconds[2]) if seconds else None,
+            stats=_make_stats(*seconds) if seconds else None,
             connector=_name_connector(news) if news is not None else None,
         )
 
@@ -280,3 +280,8 @@ def trace_recording(path: str) -> dict[str, Any]:
         raise ModelFileError(f"{path} does not replay with this version: {result.difference}")
     clock = ManualClock(recorder.last_commit)
     return make_trace(RecorderViews(recorder, clock).trace_all())
+
+
+def _make_stats(prepare_s: float, forward_s: float, sample_s: float) -> StepStats:
+    """A step's times; its graph mode is not in a recording."""
+    return StepStats(prepare_s=prepare_s, forward_s=forward_s, sample_s=sample_s, graph_mode="")

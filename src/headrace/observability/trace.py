@@ -75,7 +75,8 @@ def _step_events(step: dict[str, Any], lane: int, zero: float) -> list[dict[str,
         names = ("num_tokens", "graph_mode", "graph_reason", "waiting_reason", "blocks", "phases_ms")
         length = round(_us(end - zero) - _us(start - zero), 1)
         where = {"pid": _STEPS, "tid": lane, "ts": _us(start - zero), "dur": length}
-        args = {name: step[name] for name in names}
+        # What nobody told is left out: a recording has no graph modes.
+        args = {name: step[name] for name in names if step[name] != ""}
         events.append({"ph": "X", "name": f"step {step['step']}", **where, "args": args})
     return events
 
