@@ -13,13 +13,13 @@ from collections.abc import Callable
 import numpy as np
 
 from headrace.device.ops.cpu.ops import NativeOps
-from headrace.device.sampling.kernels import NumpySampling, SamplingKernels
+from headrace.device.sampling.kernels import NumpySampling, Penalties, SamplingKernels, Shape
 
 Work = Callable[[SamplingKernels, np.ndarray, int], object]
 
 
 def _draw(min_p: float, top_k: int, top_p: float) -> Work:
-    return lambda kernels, x, seed: kernels.draw(x, float(x.max()), 0.8, min_p, top_k, top_p, seed, 100)
+    return lambda kernels, x, seed: kernels.draw(x, float(x.max()), Shape(0.8, min_p, top_k, top_p), seed, 100)
 
 
 def make_cases(vocab: int, rng: np.random.Generator) -> dict[str, Work]:
@@ -30,7 +30,7 @@ def make_cases(vocab: int, rng: np.random.Generator) -> dict[str, Work]:
     counts[rng.integers(0, vocab, 100)] = 2
     return {
         "bitmask": lambda kernels, x, _: kernels.apply_bitmask(x, words),
-        "penalties": lambda kernels, x, _: kernels.apply_penalties(x, seen, counts, 1.1, 0.2, 0.1),
+        "penalties": lambda kernels, x, _: kernels.apply_penalties(x, seen, counts, Penalties(1.1, 0.2, 0.1)),
         "draw": _draw(0.0, 0, 1.0),
         "min_p 0.05": _draw(0.05, 0, 1.0),
         "top_k 50": _draw(0.0, 50, 1.0),

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from headrace.device.ops.cpu.ops import available_isas
-from headrace.device.sampling.kernels import NumpySampling
+from headrace.device.sampling.kernels import NumpySampling, Penalties, Shape
 from headrace.device.sampling.noise import hash_tokens, make_key, make_noise
 from tests.ops_cpu.conftest import make_ops
 
@@ -41,9 +41,9 @@ def test_each_part_equals_its_twin(isa, width, part) -> None:
             counts = (rng.random(width) < 0.1) * rng.integers(1, 9, width).astype(np.int32)
             seen = rng.random(width) < rng.choice([0.0, 0.3])
             factors = rng.choice([0.0, 0.7], 2)
-            asked = (float(rng.choice([1.0, 1.3, 0.6])), float(factors[0]), float(factors[1]))
-            native.apply_penalties(got, seen, counts.astype(np.int32), *asked)
-            TWIN.apply_penalties(want, seen, counts.astype(np.int32), *asked)
+            by = Penalties(float(rng.choice([1.0, 1.3, 0.6])), float(factors[0]), float(factors[1]))
+            native.apply_penalties(got, seen, counts.astype(np.int32), by)
+            TWIN.apply_penalties(want, seen, counts.astype(np.int32), by)
         elif part == "draw":
             min_p, top_p = (
                 float(rng.choice([0.0, 0.01, 0.3, 1.0])),
@@ -51,7 +51,7 @@ def test_each_part_equals_its_twin(isa, width, part) -> None:
             )
             top_k = int(rng.choice([0, 1, 2, 5, 50, 1000, 9999]))
             temperature, seed = float(np.float32(rng.uniform(0.05, 2))), int(rng.integers(-(1 << 63), 1 << 63))
-            asked = (float(x.max()), temperature, min_p, top_k, top_p, seed, trial)
+            asked = (float(x.max()), Shape(temperature, min_p, top_k, top_p), seed, trial)
             assert native.draw(got, *asked) == TWIN.draw(want, *asked), asked
         else:
             token, best = int(rng.integers(width)), int(rng.choice([0, 1, 3, 20, width, -1]))
@@ -68,7 +68,7 @@ def test_a_draw_takes_the_greatest_sum_of_logit_and_noise(spread) -> None:
         seed = int(rng.integers(-(1 << 63), 1 << 63))
         scaled = x - x.max()
         scores = scaled.astype(np.float64) + make_noise(hash_tokens(make_key(seed, 3), np.arange(width)))
-        assert native.draw(x, float(x.max()), 1.0, 0.0, 0, 1.0, seed, 3) == int(scores.argmax())
+        assert native.draw(x, float(x.max()), Shape(1.0, 0.0, 0, 1.0), seed, 3) == int(scores.argmax())
 
 
 def test_log_probabilities_are_those_of_a_softmax() -> None:
@@ -88,6 +88,6 @@ def test_what_does_not_fit_is_an_error() -> None:
     with pytest.raises(ValueError, match="cannot cover"):
         native.apply_bitmask(x, np.zeros(2, dtype=np.int32))
     with pytest.raises(ValueError, match="one count per token"):
-        native.apply_penalties(x, np.zeros(64, dtype=bool), np.zeros(65, dtype=np.int32), 1.1, 0.0, 0.0)
+        native.apply_penalties(x, np.zeros(64, dtype=bool), np.zeros(65, dtype=np.int32), Penalties(1.1, 0.0, 0.0))
     with pytest.raises(ValueError, match="no such token"):
         native.token_logprobs(x, 65, 0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -13,6 +13,23 @@ from headrace.device.sampling.logprobs import make_token_logprobs
 from headrace.messages.runner_output import TokenLogprobs
 
 
+class Penalties(NamedTuple):
+    """Factors of a row; 1, 0 and 0 change nothing."""
+
+    repetition: float
+    frequency: float
+    presence: float
+
+
+class Shape(NamedTuple):
+    """What a row's distribution is made of before a token is drawn; a temperature above 0."""
+
+    temperature: float
+    min_p: float
+    top_k: int
+    top_p: float
+
+
 class SamplingKernels(Protocol):
     """Rows are float32 ``[V]``, contiguous."""
 
@@ -20,29 +37,11 @@ class SamplingKernels(Protocol):
         """See `processors.apply_bitmask`."""
         ...
 
-    def apply_penalties(
-        self,
-        x: np.ndarray,
-        in_prompt: np.ndarray,
-        counts: np.ndarray,
-        repetition: float,
-        frequency: float,
-        presence: float,
-    ) -> None:
+    def apply_penalties(self, x: np.ndarray, in_prompt: np.ndarray, counts: np.ndarray, by: Penalties) -> None:
         """See `processors.apply_penalties`."""
         ...
 
-    def draw(
-        self,
-        x: np.ndarray,
-        peak: float,
-        temperature: float,
-        min_p: float,
-        top_k: int,
-        top_p: float,
-        seed: int,
-        position: int,
-    ) -> int:
+    def draw(self, x: np.ndarray, peak: float, how: Shape, seed: int, position: int) -> int:
         """Scale the row in place, so that ``peak``, its greatest value, becomes zero; filter it and draw a token."""
         ...
 
@@ -57,32 +56,14 @@ class NumpySampling:
     def apply_bitmask(self, x: np.ndarray, words: np.ndarray) -> None:
         processors.apply_bitmask(x, words)
 
-    def apply_penalties(
-        self,
-        x: np.ndarray,
-        in_prompt: np.ndarray,
-        counts: np.ndarray,
-        repetition: float,
-        frequency: float,
-        presence: float,
-    ) -> None:
-        processors.apply_penalties(x, in_prompt, counts, repetition, frequency, presence)
+    def apply_penalties(self, x: np.ndarray, in_prompt: np.ndarray, counts: np.ndarray, by: Penalties) -> None:
+        processors.apply_penalties(x, in_prompt, counts, *by)
 
-    def draw(
-        self,
-        x: np.ndarray,
-        peak: float,
-        temperature: float,
-        min_p: float,
-        top_k: int,
-        top_p: float,
-        seed: int,
-        position: int,
-    ) -> int:
+    def draw(self, x: np.ndarray, peak: float, how: Shape, seed: int, position: int) -> int:
         # The peak is taken off first, so that a low temperature cannot overflow.
         x -= np.float32(peak)
-        x /= np.float32(temperature)
-        return draw_token(x, surviving_ids(x, min_p, top_k, top_p), seed, position)
+        x /= np.float32(how.temperature)
+        return draw_token(x, surviving_ids(x, how.min_p, how.top_k, how.top_p), seed, position)
 
     def token_logprobs(self, row: np.ndarray, token_id: int, num_logprobs: int) -> TokenLogprobs:
         return make_token_logprobs(row, token_id, num_logprobs)

@@ -18,7 +18,7 @@ import numpy as np
 
 from headrace.base.logging import get_logger
 from headrace.device.sampling import processors
-from headrace.device.sampling.kernels import SamplingKernels
+from headrace.device.sampling.kernels import Penalties, SamplingKernels, Shape
 from headrace.device.sampling.rows import NO_LOGPROBS, RowExtras, SamplingRows
 from headrace.messages.runner_output import NO_TOKEN_LEFT, NON_FINITE, TokenLogprobs
 
@@ -161,26 +161,15 @@ class Sampler:
             processors.apply_forbidden(x, extras.end_ids)
         if extras.penalties is not None:
             extras.penalties.move_to(tokens, position)
-            self._kernels.apply_penalties(
-                x,
-                extras.penalties.in_prompt,
-                extras.penalties.counts,
-                float(self._rows.repetition[index]),
-                float(self._rows.frequency[index]),
-                float(self._rows.presence[index]),
-            )
+            rows = self._rows
+            by = Penalties(float(rows.repetition[index]), float(rows.frequency[index]), float(rows.presence[index]))
+            self._kernels.apply_penalties(x, extras.penalties.in_prompt, extras.penalties.counts, by)
         if extras.bad_words:
             processors.apply_bad_words(x, extras.bad_words, tokens[num_prompt:position])
 
     def _draw(self, x: np.ndarray, peak: float, index: int, position: int) -> int:
         rows = self._rows
-        return self._kernels.draw(
-            x,
-            peak,
-            float(rows.temperature[index]),
-            float(rows.min_p[index]),
-            int(rows.top_k[index]),
-            float(rows.top_p[index]),
-            int(rows.seed[index]),
-            position,
+        how = Shape(
+            float(rows.temperature[index]), float(rows.min_p[index]), int(rows.top_k[index]), float(rows.top_p[index])
         )
+        return self._kernels.draw(x, peak, how, int(rows.seed[index]), position)

@@ -6,6 +6,7 @@ import numpy as np
 
 from headrace.device.ops.cpu import _native
 from headrace.device.sampling.filters import least_of
+from headrace.device.sampling.kernels import Penalties, Shape
 from headrace.device.sampling.logprobs import make_token_logprobs
 from headrace.messages.runner_output import TokenLogprobs
 
@@ -23,28 +24,11 @@ class NativeSampling:
     def apply_bitmask(self, x: np.ndarray, words: np.ndarray) -> None:
         _native.apply_bitmask(self._team, x, words)
 
-    def apply_penalties(
-        self,
-        x: np.ndarray,
-        in_prompt: np.ndarray,
-        counts: np.ndarray,
-        repetition: float,
-        frequency: float,
-        presence: float,
-    ) -> None:
-        _native.apply_penalties(self._team, x, in_prompt, counts, repetition, frequency, presence)
+    def apply_penalties(self, x: np.ndarray, in_prompt: np.ndarray, counts: np.ndarray, by: Penalties) -> None:
+        _native.apply_penalties(self._team, x, in_prompt, counts, *by)
 
-    def draw(
-        self,
-        x: np.ndarray,
-        peak: float,
-        temperature: float,
-        min_p: float,
-        top_k: int,
-        top_p: float,
-        seed: int,
-        position: int,
-    ) -> int:
+    def draw(self, x: np.ndarray, peak: float, how: Shape, seed: int, position: int) -> int:
+        temperature, min_p, top_k, top_p = how
         least = least_of(min_p)
         return _native.draw(self._team, x, peak, temperature, top_k, least, top_p, seed % (1 << 64), position)
 
