@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from headrace.entrypoints.openai.app import openapi_document
 from headrace.entrypoints.openai.refusals import REFUSALS
 from tests.http.conftest import StartService
 from tests.http_service import MAX_LEN, MODEL, Service
@@ -347,3 +348,28 @@ async def test_queue_limit(start_service: StartService) -> None:
     lines = (await service.http.get("/metrics")).text.splitlines()
     counts = [line for line in lines if line.startswith("vllm:admission_rejections_total{")]
     assert [line.endswith(" 1.0") for line in counts if 'reason="max_num_queued_reqs"' in line] == [True]
+
+
+METADATA_BOUND = {f"{i:02}" + "é" * 62: "x" * 512 for i in range(16)}
+
+
+@pytest.mark.parametrize("path", [COMPLETION, CHAT])
+async def test_metadata_has_openais_bounds(service: Service, path: str) -> None:
+    assert (await service.http.post(path, json={**BODIES[path], "metadata": METADATA_BOUND})).status_code == 200
+    for metadata in (
+        {**METADATA_BOUND, "one": "more"},
+        {"k" * 65: "x"},
+        {"k": "x" * 513},
+        {"k": 1},
+        {"k": None},
+        ["k"],
+    ):
+        error = await refused(service, path, {**BODIES[path], "metadata": metadata})
+        assert (error["param"] or "").split("[")[0] == "metadata"
+
+
+def test_the_page_has_the_bounds_of_metadata() -> None:
+    (shape, null) = openapi_document()["components"]["schemas"]["ChatRequest"]["properties"]["metadata"]["anyOf"]
+    assert null == {"type": "null"}
+    assert (shape["maxProperties"], shape["propertyNames"]["maxLength"]) == (16, 64)
+    assert shape["additionalProperties"] == {"type": "string", "maxLength": 512}

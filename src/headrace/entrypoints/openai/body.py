@@ -21,7 +21,7 @@ BODY_TIMEOUT_S = 60.0
 
 T = TypeVar("T", bound=msgspec.Struct)
 
-_PATH = re.compile(r" - at `(?:key in )?\$\.?(?P<path>[^`]*)`$")
+_PATH = re.compile(r" - at `(?:key` in `)?\$\.?(?P<path>[^`]*)`$")
 _UNKNOWN = re.compile(r"Object contains unknown field `(?P<name>[^`]*)`")
 _GUIDED = re.compile(r"guided_\w+$")
 _MISSING = re.compile(r"Object missing required field `(?P<name>[^`]*)`")

@@ -18,11 +18,22 @@ from headrace.messages.sampling_params import SamplingParams
 MAX_ID_CHARS = 128
 MAX_ABORTED = 4096
 MAX_SALT_CHARS = 128
+MAX_METADATA_PAIRS = 16
+MAX_METADATA_KEY_CHARS = 64
+MAX_METADATA_VALUE_CHARS = 512
 
 Answered = Annotated[int, Meta(ge=1)]
 """A limit of tokens where an answer without any would be no answer."""
 ClientId = Annotated[str, Meta(min_length=1, max_length=MAX_ID_CHARS)]
 Salt = Annotated[str, Meta(min_length=1, max_length=MAX_SALT_CHARS)]
+Metadata = Annotated[
+    dict[
+        Annotated[str, Meta(max_length=MAX_METADATA_KEY_CHARS)],
+        Annotated[str, Meta(max_length=MAX_METADATA_VALUE_CHARS)],
+    ],
+    Meta(max_length=MAX_METADATA_PAIRS),
+]
+"""What OpenAI allows: 16 pairs of short texts."""
 
 
 class StreamOptions(Struct, kw_only=True, forbid_unknown_fields=True):
@@ -68,9 +79,9 @@ class SamplingFields(DeliveryFields, kw_only=True, forbid_unknown_fields=True):
     spaces_between_special_tokens: bool | None = None
     # checked by `constraints`
     structured_outputs: Any = None
+    metadata: Metadata | None = None
     # accepted where they change nothing, see `refusals`
     user: Any = None
-    metadata: Any = None
     store: bool | None = None
     service_tier: Any = None
     safety_identifier: Any = None

@@ -28,7 +28,6 @@ def one_of(*values: Any) -> Callable[[Any], bool]:
 REFUSALS: dict[str, Refusal] = {
     # They inform or file, but do not change the answer.
     "user": Refusal("must be a string", lambda value: isinstance(value, str)),
-    "metadata": Refusal("must be an object", lambda value: isinstance(value, dict)),
     "safety_identifier": Refusal("must be a string", lambda value: isinstance(value, str)),
     "prompt_cache_key": Refusal("must be a string; use cache_salt to keep caches apart", lambda v: isinstance(v, str)),
     "prediction": Refusal("must be an object", lambda value: isinstance(value, dict)),
