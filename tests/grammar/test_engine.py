@@ -13,6 +13,7 @@ import pytest
 from headrace.base.clock import ManualClock, SystemClock
 from headrace.base.errors import ModelFileError
 from headrace.control.grammar.manager import GrammarManager
+from headrace.core import grammar_backend
 from headrace.core.engine_core import EngineCore
 from headrace.core.grammar_backend import (
     GrammarCompilation,
@@ -22,6 +23,7 @@ from headrace.core.grammar_backend import (
 )
 from headrace.messages.outputs import EngineCoreOutput, FinishReason
 from headrace.messages.requests import EngineCoreRequest
+from headrace.messages.runner_output import GRAMMAR_TOO_COSTLY
 from headrace.messages.sampling_params import StructuredOutputParams
 from headrace.testing.engine_config import make_architecture, make_engine_config
 from headrace.testing.requests import make_request
@@ -279,3 +281,19 @@ def test_a_matcher_that_fails_allows_nothing() -> None:
 
 def _fields(step: Any) -> dict[str, Any]:
     return {name: getattr(step, name) for name in step.__struct_fields__}
+
+
+def test_a_grammar_beyond_a_limit_in_the_middle_of_a_text_says_which(
+    undisturbed: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammar_backend, "MAX_LEXER_STATES", 600)
+    core, manager = make_core(pipeline_depth=2)
+    costly = ask("costly", StructuredOutputParams(regex=r"[^q]*[aeiou][^q]{100}z"), max_tokens=MAX_LEN)
+    result = run(core, [costly, *requests_of(2)])
+    text, end = result.pop("costly")
+    assert text, "the case is to fail after the first token"
+    assert end.finish_reason is FinishReason.ERROR
+    assert GRAMMAR_TOO_COSTLY in (end.error or "")
+    assert "states" in (end.error or "")
+    check(result, undisturbed)
+    assert manager.num_requests == 0

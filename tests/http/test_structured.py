@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from headrace.messages.outputs import EngineCoreOutput, EngineCoreOutputs, FinishReason
-from headrace.messages.runner_output import NO_TOKEN_LEFT
+from headrace.messages.runner_output import GRAMMAR_TOO_COSTLY, NO_TOKEN_LEFT
 from headrace.messages.sampling_params import StructuredOutputParams
 from tests.http.conftest import StartService
 from tests.http.test_refusals import BODIES, CHAT, COMPLETION, refused
@@ -93,7 +93,8 @@ async def test_refused_before_any_token(
     assert service.core.added == []
 
 
-async def test_a_request_whose_masks_leave_nothing_is_its_own_fault(start_service: StartService) -> None:
+@pytest.mark.parametrize("reason", [NO_TOKEN_LEFT, f"structured_outputs: {GRAMMAR_TOO_COSTLY}: more than 9 states"])
+async def test_a_request_whose_masks_leave_nothing_is_its_own_fault(start_service: StartService, reason: str) -> None:
     """B056."""
     service = await start_service(auto=False)
     asking = asyncio.create_task(service.complete())
@@ -103,12 +104,12 @@ async def test_a_request_whose_masks_leave_nothing_is_its_own_fault(start_servic
         request_id=service.core.added[0].request_id,
         new_token_ids=[],
         finish_reason=FinishReason.ERROR,
-        error=NO_TOKEN_LEFT,
+        error=reason,
     )
     service.core.send(EngineCoreOutputs(outputs=[end]))
     reply = await asking
     assert reply.status_code == 400
-    assert reply.json()["error"]["message"] == NO_TOKEN_LEFT
+    assert reply.json()["error"]["message"] == reason
 
 
 @pytest.mark.parametrize("levels", [60, 400, 900, 1100, 5000])

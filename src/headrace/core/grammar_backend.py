@@ -26,6 +26,7 @@ from headrace.base.free_memory import give_back_memory
 from headrace.base.logging import get_logger
 from headrace.core.daemon_pool import DaemonPool, PoolFullError
 from headrace.core.grammar_source import is_json_throughout, make_source
+from headrace.messages.runner_output import GRAMMAR_TOO_COSTLY
 from headrace.messages.sampling_params import StructuredOutputParams
 
 if TYPE_CHECKING:
@@ -38,7 +39,18 @@ logger = get_logger(__name__)
 
 CACHE_SIZE = 128
 MAX_TOKENIZER_S = 60.0
-
+# What a grammar may cost: a step that needs more fails. A lexer state is a kilobyte or two.
+INITIAL_LEXER_FUEL = 1_000_000
+STEP_LEXER_FUEL = 200_000
+STEP_MAX_ITEMS = 50_000
+MAX_LEXER_STATES = 50_000
+MAX_GRAMMAR_SIZE = 500_000
+_TOO_COSTLY = (
+    ("too many states", f"more than {MAX_LEXER_STATES:,} states of its patterns"),
+    ("fuel", f"more than {STEP_LEXER_FUEL:,} units of work on its patterns for a token"),
+    ("too many items", f"more than {STEP_MAX_ITEMS:,} open rules at a token"),
+)
+"""What the library says when a limit is passed while a text is followed, and what that is."""
 
 _RUNS = ((b"0123456789.eE+-", 40), (b" \t\r\n", 24))
 """Numbers and white space: their bytes, and how many of them may follow each other outside strings of a JSON text."""
@@ -176,7 +188,8 @@ class LLGuidanceMatcher:
                 # A request that ignores the end of a text goes on with the token that ends it.
                 return None
             if not self._matcher.consume_token(token_id):
-                return f"the grammar does not allow token {token_id}: {explain(self._matcher.get_error())}"
+                reason = self._matcher.get_error()
+                return explain_limit(reason) or f"the grammar does not allow token {token_id}: {explain(reason)}"
             if token_id in self._tokenizer.eos_token_ids and self._matcher.is_stopped():
                 self._over = True
             elif self._bounds is not None:
@@ -189,7 +202,7 @@ class LLGuidanceMatcher:
         self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
         if self._matcher.is_error():
             words.fill(0)
-            return explain(self._matcher.get_error())
+            return explain_limit(self._matcher.get_error()) or explain(self._matcher.get_error())
         if self._bounds is not None:
             self._bounds.apply(words)
         return None
@@ -220,13 +233,12 @@ def compile_grammar(params: StructuredOutputParams, tokenizer: GrammarTokenizer)
     from llguidance import LLMatcher, LLParserLimits
 
     source = make_source(params, tokenizer.mark_token_ids)
-    # A step that needs more fails; a lexer state is a kilobyte or two.
     limits = LLParserLimits(
-        initial_lexer_fuel=1_000_000,
-        step_lexer_fuel=200_000,
-        step_max_items=50_000,
-        max_lexer_states=50_000,
-        max_grammar_size=500_000,
+        initial_lexer_fuel=INITIAL_LEXER_FUEL,
+        step_lexer_fuel=STEP_LEXER_FUEL,
+        step_max_items=STEP_MAX_ITEMS,
+        max_lexer_states=MAX_LEXER_STATES,
+        max_grammar_size=MAX_GRAMMAR_SIZE,
         verbose_errors=False,
     )
     matcher = LLMatcher(tokenizer.backend, source, log_level=0, limits=limits)
@@ -240,12 +252,20 @@ def compile_grammar(params: StructuredOutputParams, tokenizer: GrammarTokenizer)
     if probe.is_error():
         if probe.get_error().startswith("NoExtension"):
             raise GrammarError("no text can satisfy it")
-        raise GrammarError(explain(probe.get_error()))
+        raise GrammarError(explain_limit(probe.get_error()) or explain(probe.get_error()))
     bounds_runs = is_json_throughout(params)
     if bounds_runs:
         # Here, on a thread, and not when the first run is met.
         tokenizer.find_runs()
     return CompiledGrammar(matcher, tokenizer, bounds_runs, first)
+
+
+def explain_limit(text: str) -> str | None:
+    """Which limit the library's message is about, if any."""
+    for words, limit in _TOO_COSTLY:
+        if words in text.lower():
+            return f"{GRAMMAR_TOO_COSTLY}: {limit}; use a simpler one"
+    return None
 
 
 def explain(text: str) -> str:

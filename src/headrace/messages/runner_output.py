@@ -5,8 +5,10 @@ from __future__ import annotations
 import msgspec
 
 NO_TOKEN_LEFT = "the request's constraints leave no token to choose from"
-NON_FINITE = "the model produced logits that are not finite"
 """The error of a row whose masks together forbid every token; the request is at fault, not the engine."""
+GRAMMAR_TOO_COSTLY = "the grammar became too costly to follow"
+"""How the error of a grammar begins that is beyond a limit in the middle of a text; the request's fault too."""
+NON_FINITE = "the model produced logits that are not finite"
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True):

@@ -4,8 +4,8 @@ Owns one matcher per request for life. It advances over committed tokens alone, 
 that are run again leave it as it is: whatever is sampled next is sampled from a mask made after the last commit. Each
 of the ``n`` answers of a request has its own. It knows nothing of threads, time or the library behind the protocol.
 
-A matcher that fails gives a mask without any token; the sampler then ends that row and no other. One that raises is no
-different: here is the border behind which a grammar is its request's own affair.
+A matcher that fails gives a mask without any token; the sampler then ends that row and no other, and `get_error` says
+why. One that raises is no different: here is the border behind which a grammar is its request's own affair.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ _BITS = 32
 
 @dataclass(slots=True)
 class _Entry:
-    """One request's grammar; the matcher is made when the grammar is first known to be good."""
+    """One request's grammar; the matcher is made when the grammar is first known to be good, and may fail later."""
 
     compilation: Compilation
     matcher: Matcher | None = None
+    failure: str | None = None
 
 
 class GrammarManager:
@@ -63,7 +64,7 @@ class GrammarManager:
         """Why the grammar cannot be used, or ``None``, and then the request has its matcher."""
         entry = self._entries[request_id]
         try:
-            error = entry.compilation.get_error()
+            error = entry.failure or entry.compilation.get_error()
             if error is None and entry.matcher is None:
                 entry.matcher = entry.compilation.make_matcher()
         except Exception as raised:  # noqa: BLE001 - the request's border, see the module
@@ -93,6 +94,7 @@ class GrammarManager:
                 row.fill(0)
                 error = _describe(request_id, raised)
             if error is not None:
+                self._entries[request_id].failure = error
                 logger.warning("request %s: its grammar failed: %s", request_id, error)
         return GrammarOutput(request_ids=request_ids, bitmask=masks.tobytes(), num_words=self._num_words)
 

@@ -25,7 +25,7 @@ class Grammar(Protocol):
         ...
 
     def get_error(self, request_id: str) -> str | None:
-        """Why the grammar cannot be used, or ``None``."""
+        """Why the grammar cannot be used, or can no longer be followed, or ``None``."""
         ...
 
     def accept(self, request_id: str, token_ids: list[int]) -> str | None:

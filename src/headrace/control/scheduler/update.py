@@ -75,8 +75,12 @@ def _commit_request(
     if output.prompt_logprobs and request_id in output.prompt_logprobs:
         request.add_prompt_logprobs(output.prompt_logprobs[request_id])
     if output.errors and request_id in output.errors:
-        state.totals.corrupted += output.errors[request_id] == NON_FINITE
-        return state.end_with_output(request, FinishReason.ERROR, output.errors[request_id])
+        cause = output.errors[request_id]
+        state.totals.corrupted += cause == NON_FINITE
+        if request.uses_grammar:
+            # A mask without any token was left by a grammar that failed.
+            cause = state.grammar.get_error(request_id) or cause
+        return state.end_with_output(request, FinishReason.ERROR, cause)
     stop: tuple[FinishReason, int | None] | None = None
     if samples:
         request.num_output_placeholders -= 1

@@ -17,7 +17,7 @@ from headrace.entrypoints.openai.protocol import DeliveryFields, Timing, Usage, 
 from headrace.frontend.fan_out import HEAVY_ENTRIES
 from headrace.messages.outputs import RequestTimes
 from headrace.messages.request_output import CompletionOutput, RequestOutput
-from headrace.messages.runner_output import NO_TOKEN_LEFT
+from headrace.messages.runner_output import GRAMMAR_TOO_COSTLY, NO_TOKEN_LEFT
 from headrace.messages.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -150,4 +150,6 @@ def check_output(output: CompletionOutput) -> None:
     if output.finish_reason == "error":
         if output.error == NO_TOKEN_LEFT:
             raise InvalidRequestError(NO_TOKEN_LEFT, code="no_token_left")
+        if output.error is not None and GRAMMAR_TOO_COSTLY in output.error:
+            raise InvalidRequestError(output.error, code="grammar_too_costly")
         raise RequestFailedError(output.error or "the request failed inside the engine")
