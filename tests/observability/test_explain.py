@@ -194,6 +194,28 @@ async def test_waiting_and_preemption_name_the_other(start: StartLive) -> None:
     assert "preempted at" in as_text(found)
 
 
+@pytest.mark.parametrize(
+    ("beneficiary", "words"), [("other", "its KV blocks went to Other"), ("i", "no block was free")]
+)
+def test_a_preemption_says_once_why(beneficiary: str, words: str) -> None:
+    marks = Marks(10.0)
+    marks.external_id = "Mine"
+    detail = {"cause": "no_blocks", "for": beneficiary, "step": 3}
+    core = {
+        **{"now": 14.0, "queued": 10.0, "finished": 0.0, "state": "preempted"},
+        "spans": [{"cause": "preempted", "start": 11.0, "end": 14.0, "detail": detail, "num_steps": 0}],
+        "preemptions": [{**detail, "time": 11.0}],
+    }
+    found = explain_request(marks, "i", core, [], {"other": "Other", "i": "Mine"}.__getitem__, 14.0)
+    lines = [line for line in as_text(found).splitlines() if "preempted" in line]
+    told, total, span = (line.strip() for line in lines[1:])
+    assert lines[0].startswith("request Mine: preempted")
+    assert told.startswith(f"preempted at 1,000.0 ms: {words}")
+    assert total.endswith(CAUSES["preempted"])
+    assert words in span
+    assert "Mine" not in "".join(lines[1:])
+
+
 async def test_the_prefix_is_explained(start: StartLive) -> None:
     live = await start()
     await live.complete("first", prompt="a" * 40, max_tokens=1)

@@ -41,12 +41,20 @@ CAUSES = {
     "step_running": "in the step that runs now",
     "between_steps": "the engine committed a step and prepared the next",
     "failed_step": "a step failed and was run again",
-    "preempted": "preempted: its KV blocks were given to another request",
+    "preempted": "preempted: it had given back its KV blocks",
     "recompute": "computing again what a preemption had dropped",
     "from_core": "on its way back from the engine core",
     "detokenise": "turning tokens into text",
     "socket_wait": "delivering the answer to the client",
 }
+
+GIVEN_UP = {
+    "no_blocks": "no block was free and none less urgent had any",
+    "drain": "the engine slept, loaded weights or emptied its cache",
+    "external_hit": "the step that was to load its KV failed",
+    "remote_kvs": "the KV that was loaded for it was not valid",
+}
+"""Why a request gave its blocks back when it was not for another one."""
 
 MISSES = {
     "never_seen": "it was never seen here",
@@ -97,6 +105,8 @@ def explain_request(
             span["num_steps"] = num_steps
         if detail:
             span["detail"] = {k: name_of(v) if k == "for" else v for k, v in detail.items()}
+            if "for" in detail:
+                span["detail"]["why"] = _why_preempted(detail, request_id, name_of)
         spans.append(span)
     return {
         "id": marks.external_id,
@@ -115,10 +125,22 @@ def explain_request(
         "grants": (core or {}).get("grants", []),
         "phases_ms": (core or {}).get("phases_ms", {}),
         "preemptions": [
-            {"at_ms": 1e3 * (p["time"] - zero), "step": p["step"], "cause": p["cause"], "for": name_of(p["for"])}
+            {
+                "at_ms": 1e3 * (p["time"] - zero),
+                "step": p["step"],
+                "cause": p["cause"],
+                "for": name_of(p["for"]),
+                "why": _why_preempted(p, request_id, name_of),
+            }
             for p in (core or {}).get("preemptions", ())
         ],
     }
+
+
+def _why_preempted(preemption: dict[str, Any], request_id: str, name_of: Callable[[str], str]) -> str:
+    """Half a sentence: for whom, or what else."""
+    cause, beneficiary = preemption["cause"], preemption["for"]
+    return GIVEN_UP.get(cause, cause) if beneficiary == request_id else f"its KV blocks went to {name_of(beneficiary)}"
 
 
 def _first_token(spans: list[dict[str, Any]]) -> float | None:
@@ -208,9 +230,7 @@ def as_text(explanation: dict[str, Any]) -> str:
         head += f" ({explanation['finish_reason']})"
     lines = [f"{head}, {explanation['wall_ms']:,.1f} ms, {share:.1f} % of it attributed", *_prefix_lines(explanation)]
     for preemption in explanation["preemptions"]:
-        whom = preemption["for"]
-        made_way = "to make room for itself later" if whom == explanation["id"] else f"for {whom}"
-        lines.append(f"preempted at {preemption['at_ms']:,.1f} ms {made_way} ({preemption['cause']})")
+        lines.append(f"preempted at {preemption['at_ms']:,.1f} ms: {preemption['why']}")
     lines += ["", "where the time went"]
     for cause, total in explanation["totals_ms"].items():
         lines.append(f"  {total:>12,.1f} ms  {CAUSES.get(cause, cause)}")
@@ -218,10 +238,10 @@ def as_text(explanation: dict[str, Any]) -> str:
     spans = explanation["spans"]
     for span in spans[:MAX_LINES]:
         steps = f" ({span['num_steps']} steps)" if span.get("num_steps", 0) > 1 else ""
-        detail = span.get("detail", {})
-        who = f", for {detail['for']}" if "for" in detail else ""
+        why = span.get("detail", {}).get("why")
+        why = f"; {why}" if why else ""
         cause = CAUSES.get(span["cause"], span["cause"])
-        lines.append(f"  {span['start_ms']:>12,.1f} {span['length_ms']:>12,.1f}  {cause}{steps}{who}")
+        lines.append(f"  {span['start_ms']:>12,.1f} {span['length_ms']:>12,.1f}  {cause}{steps}{why}")
     if len(spans) > MAX_LINES:
         lines.append(f"  … and {len(spans) - MAX_LINES} more; --json shows all")
     return "\n".join(lines)

@@ -96,7 +96,7 @@ export function showStep(step) {
   const phases = Object.entries(step.phases_ms).filter(([, ms]) => ms > 0);
   const grants = step.granted.slice(0, 8).map(([name, count]) => `${name} ${count}`);
   const more = step.num_requests > 8 ? ` and ${step.num_requests - 8} more` : "";
-  const preempted = step.preempted.map((one) => `${one.victim} for ${one.for} (${words(one.cause)})`);
+  const preempted = step.preempted.map((one) => `${one.victim}${one.for === one.victim ? "" : ` for ${one.for}`} (${words(one.cause)})`);
   const skipped = step.skipped.map(([reason, count]) => `${count}: ${words(reason)}`);
   const rows = [
     ["tokens", `${grants.join(", ")}${more}`],

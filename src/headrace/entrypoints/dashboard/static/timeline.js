@@ -104,8 +104,7 @@ function joined(spans, wall, kindOf) {
 
 function notes(found) {
   const lines = found.preemptions.map((one) => {
-    const whom = one.for === found.id ? "to make room for itself later" : `for ${one.for}`;
-    return el("p", { class: "note strong" }, `Preempted at ${duration(one.at_ms)}, ${whom} (${one.cause.replaceAll("_", " ")}).`);
+    return el("p", { class: "note strong" }, `Preempted at ${duration(one.at_ms)}: ${one.why}.`);
   });
   const prefix = found.prefix;
   if (prefix.num_prompt_tokens) {
