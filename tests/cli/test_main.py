@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from headrace.base.errors import HeadraceError
 from headrace.config.hardware import HardwareInfo
 from headrace.config.resolve import SECTIONS
 from headrace.entrypoints.cli import chat, doctor, explain_config
@@ -135,3 +136,15 @@ async def test_chat_with_a_server() -> None:
 def test_no_server() -> None:
     with pytest.raises(Exception, match="is the server running"):
         list(chat_deltas("http://127.0.0.1:9", None, [], {}))
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["ftp://127.0.0.1:8000", "127.0.0.1:8000", "http://", "http://[", "http://host:port", "http://a b", "", "file:x"],
+)
+def test_an_address_that_is_none_is_one_line(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "mine", "--url", url]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "is no address of a server" in line
+    with pytest.raises(HeadraceError, match="is no address"):
+        list(chat_deltas(url, None, [], {}))

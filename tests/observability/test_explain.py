@@ -202,7 +202,10 @@ def test_a_preemption_says_once_why(beneficiary: str, words: str) -> None:
     marks.external_id = "Mine"
     detail = {"cause": "no_blocks", "for": beneficiary, "step": 3}
     core = {
-        **{"now": 14.0, "queued": 10.0, "finished": 0.0, "state": "preempted"},
+        "now": 14.0,
+        "queued": 10.0,
+        "finished": 0.0,
+        "state": "preempted",
         "spans": [{"cause": "preempted", "start": 11.0, "end": 14.0, "detail": detail, "num_steps": 0}],
         "preemptions": [{**detail, "time": 11.0}],
     }

@@ -11,10 +11,12 @@ import urllib.error
 import urllib.request
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
+from urllib.parse import urlsplit
 
 from headrace.base.errors import HeadraceError
 from headrace.config.env import api_key
 
+DEFAULT_URL = "http://127.0.0.1:8000"
 TIMEOUT_S = 600.0
 GET_TIMEOUT_S = 60.0
 
@@ -41,8 +43,24 @@ def stream_lines(url: str, key: str | None, body: dict[str, Any]) -> Iterator[st
 
 def add_server_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags that say which server to ask."""
-    parser.add_argument("--url", default="http://127.0.0.1:8000", help="the server (default: %(default)s)")
+    parser.add_argument("--url", default=DEFAULT_URL, help="the server (default: %(default)s)")
     parser.add_argument("--api-key", default=api_key(), help="its API key (default: HEADRACE_API_KEY)")
+
+
+def find_base(url: str) -> str:
+    """The address of a server from what the user gave, with or without ``/v1``.
+
+    Raises:
+        HeadraceError: not an http or https URL.
+    """
+    try:
+        parts = urlsplit(url)
+        good = parts.scheme in ("http", "https") and parts.hostname and (parts.port is None or parts.port > 0)
+    except ValueError:
+        good = False
+    if not good or any(char.isspace() for char in url):
+        raise HeadraceError(f"'{url}' is no address of a server; it needs the form {DEFAULT_URL}")
+    return url.rstrip("/").removesuffix("/v1")
 
 
 def get(url: str, key: str | None, path: str) -> bytes:
@@ -51,8 +69,7 @@ def get(url: str, key: str | None, path: str) -> bytes:
     Raises:
         HeadraceError: the server cannot be reached or refuses; with its message.
     """
-    base = url.rstrip("/").removesuffix("/v1")
-    request = urllib.request.Request(base + path, headers={"Authorization": f"Bearer {key}"} if key else {})
+    request = urllib.request.Request(find_base(url) + path, headers={"Authorization": f"Bearer {key}"} if key else {})
     try:
         with urllib.request.urlopen(request, timeout=GET_TIMEOUT_S) as answer:
             body: bytes = answer.read()
@@ -74,7 +91,7 @@ def _message(body: bytes) -> str:
 def chat_deltas(url: str, key: str | None, messages: list[dict[str, str]], sampling: dict[str, Any]) -> Iterator[str]:
     """The pieces of an answer."""
     body = {"messages": messages, "stream": True, **sampling}
-    for data in stream_lines(url.rstrip("/").removesuffix("/v1") + "/v1/chat/completions", key, body):
+    for data in stream_lines(find_base(url) + "/v1/chat/completions", key, body):
         if data == "[DONE]":
             return
         event = json.loads(data)
