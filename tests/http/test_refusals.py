@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
@@ -341,13 +342,27 @@ async def test_priority_with_the_policy(start_service: StartService) -> None:
 
 async def test_queue_limit(start_service: StartService) -> None:
     service = await start_service(auto=False, settings={"max_num_queued_reqs": 1, "max_num_seqs": 1})
-    reply = await service.complete(prompt=["a", "b", "c"])
+    first = asyncio.create_task(service.complete(prompt=["a", "b"], max_tokens=1))
+    while service.llm.num_requests < 2:
+        await asyncio.sleep(0)
+    reply = await service.complete()
     assert reply.status_code == 429
     assert int(reply.headers["retry-after"]) >= 1
     assert strict(reply.text)["code"] == "queue_full"
     lines = (await service.http.get("/metrics")).text.splitlines()
     counts = [line for line in lines if line.startswith("vllm:admission_rejections_total{")]
     assert [line.endswith(" 1.0") for line in counts if 'reason="max_num_queued_reqs"' in line] == [True]
+    service.core.step(2)
+    assert (await first).status_code == 200
+
+
+@pytest.mark.parametrize("asked", [{"n": 5}, {"prompt": ["a"] * 5}, {"prompt": ["a", "b", "c"], "n": 2}])
+async def test_what_no_queue_could_take_is_refused_for_good(start_service: StartService, asked: dict[str, Any]) -> None:
+    service = await start_service(settings={"max_num_queued_reqs": 2, "max_num_seqs": 2})
+    assert (await service.complete(n=4, max_tokens=1)).status_code == 200
+    error = await refused(service, COMPLETION, {**BODIES[COMPLETION], **asked})
+    assert error["param"] == "n"
+    assert " 4," in error["message"]
 
 
 METADATA_BOUND = {f"{i:02}" + "é" * 62: "x" * 512 for i in range(16)}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from headrace.base.errors import QueueFullError
+from headrace.base.errors import InvalidRequestError, QueueFullError
 from headrace.config.sections import SchedulerSection
 
 _LONGEST_WAIT_S = 60.0
@@ -57,8 +57,13 @@ class Admission:
         """Raise if ``num_new`` more requests with so many prompt tokens would pass a limit.
 
         Raises:
+            InvalidRequestError: so many answers would not fit into an empty queue either.
             QueueFullError: named after the limit.
         """
+        if self._max_reqs is not None and num_new > self._max_running + self._max_reqs:
+            most = self._max_running + self._max_reqs
+            message = f"n times the number of prompts must not exceed {most}, what this server runs and queues"
+            raise InvalidRequestError(message, param="n")
         crowded = max(state.num_waiting, state.num_requests + num_new - self._max_running)
         queued = min(state.num_unstarted + num_new, crowded)
         if self._max_reqs is not None and queued > self._max_reqs:
