@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from multiprocessing import get_context
 from pathlib import Path
+from threading import Barrier
 
 import numpy as np
 import pytest
@@ -108,20 +112,80 @@ def test_a_folder_that_cannot_be_written_costs_nothing_but_the_next_start(
     assert "cannot be kept" in caplog.text
 
 
-def test_a_changed_model_file_or_setting_has_another_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def key_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
+    """Where the packed weights of a model are kept."""
     monkeypatch.setenv("HEADRACE_HOME", str(tmp_path / "home"))
-    model = tmp_path / "model.gguf"
-    model.write_bytes(b"one")
 
-    def key(**settings: object) -> Path:
+    def find(model: Path, **settings: object) -> Path:
         config = make_engine_config(**settings)
         config = replace(config, model_path=str(model), model=replace(config.model, packed_cache=BOUND))
         return open_packed_cache(config, None).path
 
-    first = key()
-    assert key() == first and first.parent == tmp_path / "home" / "packed"
-    assert key(quantization="int8") != first
-    times = model.stat()
-    model.write_bytes(b"two")
+    return find
+
+
+def test_the_key_is_the_content_whatever_the_file_is_called(tmp_path: Path, key_of: Callable[..., Path]) -> None:
+    model = tmp_path / "model.gguf"
+    model.write_bytes(np.random.default_rng(0).bytes((16 << 20) + 5))
+    first = key_of(model)
+    assert first.parent == tmp_path / "home" / "packed"
+    assert key_of(model, quantization="int8") != first
+    (tmp_path / "elsewhere").mkdir()
+    for name in ("other.gguf", "elsewhere/model.gguf"):
+        copy = tmp_path / name
+        copy.write_bytes(model.read_bytes())
+        assert key_of(copy) == first
+    (tmp_path / "link.gguf").symlink_to(model)
+    assert key_of(tmp_path / "link.gguf") == first
+    assert key_of(tmp_path / "elsewhere") == first, "a folder with nothing but this file"
+
+
+@pytest.mark.parametrize("place", [0, 8 << 20, (16 << 20) + 4], ids=str)
+def test_one_changed_byte_is_another_model_even_if_the_times_are_put_back(
+    tmp_path: Path, place: int, key_of: Callable[..., Path]
+) -> None:
+    model = tmp_path / "model.gguf"
+    model.write_bytes(bytes((16 << 20) + 5))
+    first, times = key_of(model), model.stat()
+    with model.open("r+b") as file:
+        file.seek(place)
+        file.write(b"\1")
     os.utime(model, ns=(times.st_atime_ns, times.st_mtime_ns))
-    assert key() != first
+    assert key_of(model) != first
+    os.truncate(model, (16 << 20) + 4)
+    assert key_of(model) != first
+
+
+def test_the_key_of_a_folder_is_that_of_its_weights_and_settings(tmp_path: Path, key_of: Callable[..., Path]) -> None:
+    keys = []
+    for number, (config, name, weights) in enumerate(
+        [(b"{}", "a", b"one"), (b"{}", "b", b"one"), (b"{}", "a", b"two"), (b"[]", "a", b"one"), (b"{}", "a", b"")]
+    ):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        (folder / "config.json").write_bytes(config)
+        (folder / f"{name}.safetensors").write_bytes(weights)
+        (folder / "README.md").write_text(str(number))
+        keys.append(key_of(folder))
+    assert keys[0] == keys[1]
+    assert len(set(keys)) == 4
+
+
+def _load_when_all_are_here(path: Path, barrier: Barrier) -> int:
+    weights = make_pieces()
+    barrier.wait(timeout=60)
+    return load(path, weights)
+
+
+@pytest.mark.slow
+def test_processes_that_start_at_once_each_have_their_weights(tmp_path: Path) -> None:
+    path, weights = tmp_path / "one", make_pieces()
+    context = get_context("spawn")
+    with context.Manager() as manager, ProcessPoolExecutor(2, mp_context=context) as pool:
+        barrier = manager.Barrier(2)
+        starts = [pool.submit(_load_when_all_are_here, path, barrier) for _ in range(2)]
+        for start in starts:
+            assert start.result(timeout=120) in (0, len(weights))
+    assert [file.name for file in tmp_path.iterdir()] == ["one"]
+    assert load(path, weights) == len(weights)
