@@ -27,6 +27,7 @@ from headrace.base.clock import Clock, SystemClock
 from headrace.base.errors import ConfigError, InvalidRequestError
 
 MAX_PARTS = 1024
+MAX_ARGUMENTS_CHARS = 1 << 20
 MAX_TEMPLATE_CHARS = 1 << 20
 MAX_REASON_CHARS = 500
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
@@ -331,10 +332,13 @@ def _shape_calls(where: str, calls: Any) -> list[dict[str, Any]]:
         if arguments is None or arguments == "":
             arguments = {}
         elif isinstance(arguments, str):
+            at = f"{where}[{index}].function.arguments"
+            if len(arguments) > MAX_ARGUMENTS_CHARS:
+                message = f"{at} must not be longer than {MAX_ARGUMENTS_CHARS} characters"
+                raise InvalidRequestError(message, param=at)
             try:
                 arguments = json.loads(arguments)
             except ValueError:
-                at = f"{where}[{index}].function.arguments"
                 raise InvalidRequestError(f"{at} must be JSON", param=at) from None
         shaped.append({**call, "type": call.get("type", "function"), "function": {**function, "arguments": arguments}})
     return shaped

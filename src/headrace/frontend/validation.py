@@ -100,7 +100,7 @@ def check_prompt_chars(num_chars: int, max_chars_per_token: int, limits: Request
 
 def check_num_prompts(num_prompts: int, n: int, limits: RequestLimits) -> None:
     """Raise for more prompts in one request, or more answers to all of them together, than are allowed."""
-    _check_count("prompt", num_prompts, limits.most.max_prompts)
+    check_count("prompt", num_prompts, limits.most.max_prompts)
     if num_prompts * n > limits.most.max_answers:
         message = f"n times the number of prompts must not exceed {limits.most.max_answers}"
         raise InvalidRequestError(message, param="n")
@@ -113,7 +113,7 @@ def check_chat_size(messages: Any, tools: Any, limits: RequestLimits) -> None:
         ("tools", tools, limits.most.max_tools),
     ):
         if isinstance(value, (list, tuple)):
-            _check_count(name, len(value), most)
+            check_count(name, len(value), most)
 
 
 def check_token_ids(name: str, token_ids: Collection[Any], limits: RequestLimits) -> None:
@@ -142,12 +142,12 @@ def check_sampling(params: SamplingParams, num_prompt_tokens: int, limits: Reque
     """Raise for sampling that this model cannot do or this operator does not allow."""
     if params.n > limits.most.max_n:
         raise InvalidRequestError(f"n must not be more than {limits.most.max_n}", param="n")
-    _check_count("stop", len(params.stop), limits.most.max_stop_strings)
-    _check_count("bad_words", len(params.bad_words), limits.most.max_bad_words)
-    _check_count("stop_token_ids", len(params.stop_token_ids), limits.most.max_stop_tokens)
+    check_count("stop", len(params.stop), limits.most.max_stop_strings)
+    check_count("bad_words", len(params.bad_words), limits.most.max_bad_words)
+    check_count("stop_token_ids", len(params.stop_token_ids), limits.most.max_stop_tokens)
     most_allowed = min(limits.most.max_allowed_tokens, limits.vocab_size)
-    _check_count("allowed_token_ids", len(params.allowed_token_ids or ()), most_allowed)
-    _check_count("logit_bias", len(params.logit_bias or ()), limits.most.max_biased_tokens)
+    check_count("allowed_token_ids", len(params.allowed_token_ids or ()), most_allowed)
+    check_count("logit_bias", len(params.logit_bias or ()), limits.most.max_biased_tokens)
     check_token_ids("stop_token_ids", params.stop_token_ids, limits)
     check_token_ids("logit_bias", params.logit_bias or (), limits)
     check_token_ids("allowed_token_ids", params.allowed_token_ids or (), limits)
@@ -163,7 +163,8 @@ def check_sampling(params: SamplingParams, num_prompt_tokens: int, limits: Reque
     check_structured_outputs(params, limits.most)
 
 
-def _check_count(name: str, count: int, most: int) -> None:
+def check_count(name: str, count: int, most: int) -> None:
+    """Raise for more entries than are allowed."""
     if count > most:
         raise InvalidRequestError(f"{name} must not have more than {most} entries", param=name)
 

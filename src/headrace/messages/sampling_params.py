@@ -7,6 +7,7 @@ The engine trusts a record that left the edge.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from enum import Enum
 from types import NoneType
 from typing import Any, NamedTuple
@@ -120,6 +121,15 @@ def _check_int(name: str, value: Any, low: float, high: float | None = None) -> 
         raise InvalidRequestError(f"{name} must be an integer {limit}", param=name)
 
 
+def _check_ids(name: str, token_ids: Collection[Any]) -> None:
+    """Raise unless all are ints of at least 0. There may be very many, so they are looked at together."""
+    if set(map(type, token_ids)) == {int}:
+        _check_int(name, min(token_ids), 0)
+    else:
+        for token_id in token_ids:
+            _check_int(name, token_id, 0)
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How to sample one request.
 
@@ -205,10 +215,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             if not isinstance(word, str) or not word.strip():
                 raise InvalidRequestError("bad words must be strings that are not blank", param="bad_words")
         for name in ("stop_token_ids", "allowed_token_ids"):
-            for token_id in getattr(self, name) or ():
-                _check_int(name, token_id, 0)
+            _check_ids(name, getattr(self, name) or ())
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             raise InvalidRequestError("allowed_token_ids must not be empty", param="allowed_token_ids")
-        for token_id, bias in (self.logit_bias or {}).items():
-            _check_int("logit_bias", token_id, 0)
+        _check_ids("logit_bias", self.logit_bias or {})
+        for bias in (self.logit_bias or {}).values():
             _check_range("logit_bias", bias, -100.0, 100.0)

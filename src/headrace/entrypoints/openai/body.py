@@ -1,4 +1,8 @@
-"""Reading a request's body: bounded, JSON only, with the first fault named and nothing echoed."""
+"""Reading a request's body: bounded, JSON only, with the first fault named and nothing echoed.
+
+Parsing lets nothing else in the process run until it is done, so what one body may hold is bounded before: by counting,
+which is quick whatever it holds, and in several calls on a thread, between which streams go on.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +22,19 @@ if TYPE_CHECKING:
     from headrace.entrypoints.openai.context import ServerContext
 
 BODY_TIMEOUT_S = 60.0
+SMALL_BYTES = 64 << 10
+"""Bodies up to this size cannot hold enough to hold anybody up."""
+MAX_ITEMS = 100_000
+"""Most texts (names of fields included), objects and lists of a body."""
+MAX_VALUES = 1 << 20
+"""Most values of every kind, such as token ids."""
+MAX_FIELD_BYTES = 2 << 20
+LONG_FIELDS = frozenset({"prompt", "messages", "input", "instructions", "token_ids", "tokens"})
+"""What may be as long as the body: what the model reads."""
 
 T = TypeVar("T", bound=msgspec.Struct)
+
+_FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 _PATH = re.compile(r" - at `(?:key` in `)?\$\.?(?P<path>[^`]*)`$")
 _UNKNOWN = re.compile(r"Object contains unknown field `(?P<name>[^`]*)`")
@@ -39,7 +54,9 @@ async def read_body(request: Request, limit: int) -> bytes:
 
 
 async def _read(request: Request, limit: int) -> bytes:
-    too_large = ApiError(413, f"the body is larger than {limit} bytes", code="body_too_large")
+    too_large = ApiError(
+        413, f"the body is larger than {limit} bytes, which is the server's --max-body", code="body_too_large"
+    )
     announced = request.headers.get("content-length", "")
     if announced.isdigit() and int(announced) > limit:
         raise too_large
@@ -66,7 +83,35 @@ def check_content_type(request: Request) -> None:
 async def read(context: ServerContext, request: Request, kind: type[T]) -> T:
     """Return a request's body as ``kind``, with all checks of this module."""
     check_content_type(request)
-    return parse(await read_body(request, context.options.max_body), kind)
+    data = await read_body(request, context.options.max_body)
+    if len(data) > SMALL_BYTES:
+        await context.llm.run_beside(check_size, data)
+    return parse(data, kind)
+
+
+def check_size(data: bytes) -> None:
+    """Raise `InvalidRequestError` for a body that would take long to parse, or a field that would take long to check.
+
+    What is no JSON is left for `parse` to tell.
+    """
+    bare = data.replace(b"\\\\", b"").replace(b'\\"', b"") if b"\\" in data else data
+    num_items = bare.count(b'"') // 2
+    num_values = 0
+    if num_items <= MAX_ITEMS:
+        outside = b"".join(bare.split(b'"')[::2])
+        num_items += outside.count(b"{") + outside.count(b"[")
+        num_values = outside.count(b",")
+    if num_items > MAX_ITEMS or num_values > MAX_VALUES:
+        message = f"the body holds more than {MAX_ITEMS} texts, objects and lists, or more than {MAX_VALUES} values"
+        raise InvalidRequestError(message, code="body_too_complex")
+    try:
+        fields = _FIELDS.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return
+    for name, raw in fields.items():
+        if len(raw) > MAX_FIELD_BYTES and name not in LONG_FIELDS:
+            message = f"{name[:64]} must not be longer than {MAX_FIELD_BYTES} bytes"
+            raise InvalidRequestError(message, param=name)
 
 
 def parse(data: bytes, kind: type[T]) -> T:

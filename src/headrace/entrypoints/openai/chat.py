@@ -135,6 +135,7 @@ class ChatCall:
         sampling = make_sampling(
             body,
             context.sampling_defaults,
+            context.llm.input.limits.most,
             max_tokens=default if asked is None else asked,
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
             constraint=constraint.params if constraint is not None else None,

@@ -31,7 +31,7 @@ def split_prompts(prompt: str | list[Any]) -> list[str | list[int]]:
     """
     if isinstance(prompt, str):
         return [prompt]
-    kinds = {type(item) for item in prompt}
+    kinds = set(map(type, prompt))
     if not kinds:
         raise InvalidRequestError("prompt must not be empty", param="prompt")
     if kinds == {int}:
@@ -86,6 +86,7 @@ class CompletionCall:
         sampling = make_sampling(
             body,
             context.sampling_defaults,
+            context.llm.input.limits.most,
             max_tokens=DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens,
             logprobs=body.logprobs,
             prompt_logprobs=scored,

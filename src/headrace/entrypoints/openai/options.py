@@ -25,7 +25,7 @@ class ServerOptions:
     host: str = setting("127.0.0.1", "Address to listen on; 0.0.0.0 is every interface.")
     port: int = setting(8000, "Port to listen on; 0 takes a free one.")
     api_key: tuple[str, ...] = _many("Key that clients must send; may be given several times.", secret=True)
-    max_body: int = setting(16 << 20, "Largest body of a request.", unit="bytes")
+    max_body: int = setting(8 << 20, "Largest body of a request.", unit="bytes")
     response_store: int = setting(
         0, "Memory for answers of /v1/responses that clients may go on from; 0 stores none.", unit="bytes"
     )

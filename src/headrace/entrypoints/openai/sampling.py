@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from headrace.base.errors import InvalidRequestError
+from headrace.config.sections import LimitsSection
 from headrace.entrypoints.openai.protocol import DeliveryFields, GenerationFields
+from headrace.frontend.validation import check_count
 from headrace.messages.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputParams
 
 DEFAULTABLE = frozenset({"temperature", "top_p", "top_k", "min_p", "repetition_penalty"})
@@ -21,6 +23,7 @@ _SAME_NAME = tuple(
 def make_sampling(
     body: GenerationFields,
     defaults: Mapping[str, Any],
+    most: LimitsSection,
     *,
     max_tokens: int | None,
     logprobs: int | None,
@@ -32,6 +35,7 @@ def make_sampling(
     Args:
         body: the request.
         defaults: the model's own sampling defaults (from ``generation_config.json``).
+        most: what the operator allows.
         max_tokens: the limit in force; ``None`` is the room that the context leaves.
         logprobs: candidates per token, or ``None``.
         prompt_logprobs: overrides the body's.
@@ -43,6 +47,7 @@ def make_sampling(
         if value is not None:
             values[name] = value
     if body.logit_bias:
+        check_count("logit_bias", len(body.logit_bias), most.max_biased_tokens)
         values["logit_bias"] = _parse_bias(body.logit_bias)
     if prompt_logprobs is not None:
         values["prompt_logprobs"] = prompt_logprobs

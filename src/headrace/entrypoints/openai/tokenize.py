@@ -9,17 +9,17 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from headrace.base.errors import InvalidRequestError
-from headrace.entrypoints.openai.body import check_content_type, parse, read_body
+from headrace.entrypoints.openai.body import read
 from headrace.entrypoints.openai.chat import read_plan, render
 from headrace.entrypoints.openai.context import ServerContext
 from headrace.entrypoints.openai.protocol import DetokenizeRequest, TokenizeRequest
 from headrace.entrypoints.openai.refusals import check_refusals
+from headrace.frontend.validation import check_token_ids
 
 
 async def tokenize(context: ServerContext, request: Request) -> Response:
     """``POST /tokenize``: the ids of a text, or of a chat as it would be sent to the model."""
-    check_content_type(request)
-    body = parse(await read_body(request, context.options.max_body), TokenizeRequest)
+    body = await read(context, request, TokenizeRequest)
     check_refusals(body)
     context.check_model(body.model)
     if (body.prompt is None) == (body.messages is None):
@@ -36,11 +36,8 @@ async def tokenize(context: ServerContext, request: Request) -> Response:
 
 async def detokenize(context: ServerContext, request: Request) -> Response:
     """``POST /detokenize``: the text of ids, special tokens included."""
-    check_content_type(request)
-    body = parse(await read_body(request, context.options.max_body), DetokenizeRequest)
+    body = await read(context, request, DetokenizeRequest)
     context.check_model(body.model)
-    if not all(0 <= token_id < context.vocab_size for token_id in body.tokens):
-        message = f"tokens must lie between 0 and {context.vocab_size - 1}"
-        raise InvalidRequestError(message, param="tokens")
+    check_token_ids("tokens", body.tokens, context.llm.input.limits)
     text = await context.llm.run_beside(context.decode, body.tokens)
     return Response(msgspec.json.encode({"prompt": text}), media_type="application/json")
