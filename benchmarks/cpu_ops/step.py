@@ -24,7 +24,17 @@ from headrace.entrypoints.engine_config import load_engine_config
 
 BLOCK = 32
 CLOCK = time.perf_counter
-CASES = ((1, 1, 100), (1, 1, 1000), (8, 1, 100), (8, 1, 1000), (32, 1, 100), (32, 1, 1000), (1, 1024, 1024))
+CASES = (
+    (1, 1, 100),
+    (1, 1, 1000),
+    (8, 1, 100),
+    (8, 1, 1000),
+    (32, 1, 100),
+    (32, 1, 1000),
+    (1, 1024, 1024),
+    (16, 1, 100),
+    (16, 1, 300),
+)
 
 
 class Bench:

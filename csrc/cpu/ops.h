@@ -37,7 +37,17 @@ public:
     virtual std::vector<const void*> writes() const = 0;
 };
 
-struct EmbeddingOp : Op {
+// An op whose rows do not see each other: a thread may take some rows through several such ops while others take theirs.
+class RowOp : public Op {
+public:
+    virtual Rows rows_of() const = 0;
+    // Rows [begin, end), at most kRowBlock, on the calling thread alone.
+    virtual void run_rows(Team&, int tid, int begin, int end) const = 0;
+    // Whether rows gain from being together: exact products widen weights once for all of them.
+    virtual bool keeps_rows_together() const { return false; }
+};
+
+struct EmbeddingOp : RowOp {
     const int32_t* ids;
     std::shared_ptr<Weight> table;
     float scale;
@@ -47,12 +57,14 @@ struct EmbeddingOp : Op {
     const void* check_key() const override { return ids; }
     void reserve(Team&, const Sizes&) const override {}
     void run(Team&, int tid, const Sizes&) const override;
+    Rows rows_of() const override { return Rows::Tokens; }
+    void run_rows(Team&, int tid, int begin, int end) const override;
     std::vector<const void*> reads() const override { return {ids}; }
     std::vector<const void*> writes() const override { return {out}; }
 };
 
 // rms_norm, or add_rms_norm when there is a residual.
-struct NormOp : Op {
+struct NormOp : RowOp {
     Rows rows;
     int width;
     const float* x;
@@ -64,13 +76,15 @@ struct NormOp : Op {
     const char* name() const override { return residual ? "add_rms_norm" : "rms_norm"; }
     void reserve(Team&, const Sizes&) const override;
     void run(Team&, int tid, const Sizes&) const override;
+    Rows rows_of() const override { return rows; }
+    void run_rows(Team&, int tid, int begin, int end) const override;
     // One row, to `to` instead of `out`.
     void run_row(const Kernels&, int row, float* to) const;
     std::vector<const void*> reads() const override { return {x, residual}; }
     std::vector<const void*> writes() const override { return {out, sum_out}; }
 };
 
-struct AddOp : Op {
+struct AddOp : RowOp {
     Rows rows;
     int width;
     const float *x, *y;
@@ -78,6 +92,8 @@ struct AddOp : Op {
     const char* name() const override { return "add"; }
     void reserve(Team&, const Sizes&) const override {}
     void run(Team&, int tid, const Sizes&) const override;
+    Rows rows_of() const override { return rows; }
+    void run_rows(Team&, int tid, int begin, int end) const override;
     std::vector<const void*> reads() const override { return {x, y}; }
     std::vector<const void*> writes() const override { return {out}; }
 };
@@ -107,9 +123,15 @@ struct ProductInput {
     void reserve(Team&, const Sizes& most) const;
     // Makes the quantised tiles (or nothing for exact inputs) and returns them.
     const ActivationGroup* prepare(Team&, int tid, int num_rows) const;
+    // The thread's own tiles, of rows [begin, end) counted from `begin`.
+    const ActivationGroup* prepare_rows(Team&, int tid, int begin, int end) const;
+
+private:
+    // Rows [begin, end) to tiles that count from row `first`.
+    void quantize_rows(Team&, int tid, int begin, int end, int first, ActivationGroup* xq) const;
 };
 
-struct LinearOp : Op {
+struct LinearOp : RowOp {
     ProductInput input;
     std::shared_ptr<Weight> weight;
     const float* bias = nullptr;
@@ -118,11 +140,14 @@ struct LinearOp : Op {
     const char* name() const override { return "linear"; }
     void reserve(Team&, const Sizes& most) const override;
     void run(Team&, int tid, const Sizes&) const override;
+    Rows rows_of() const override { return input.rows; }
+    void run_rows(Team&, int tid, int begin, int end) const override;
+    bool keeps_rows_together() const override { return input.exact; }
     std::vector<const void*> reads() const override { return {input.x}; }
     std::vector<const void*> writes() const override { return {out}; }
 };
 
-struct GatedOp : Op {
+struct GatedOp : RowOp {
     ProductInput input;
     std::shared_ptr<Weight> weight;  // two segments of equal shape
     Activation activation;
@@ -131,6 +156,9 @@ struct GatedOp : Op {
     const char* name() const override { return "gated_linear"; }
     void reserve(Team&, const Sizes& most) const override;
     void run(Team&, int tid, const Sizes&) const override;
+    Rows rows_of() const override { return input.rows; }
+    void run_rows(Team&, int tid, int begin, int end) const override;
+    bool keeps_rows_together() const override { return input.exact; }
     std::vector<const void*> reads() const override { return {input.x}; }
     std::vector<const void*> writes() const override { return {out}; }
 };
@@ -156,7 +184,7 @@ struct StepView {
     int max_reqs;
 };
 
-struct RopeOp : Op {
+struct RopeOp : RowOp {
     float* qkv;
     int num_heads, rotary_dim, max_position;
     const int32_t* positions;
@@ -172,6 +200,8 @@ struct RopeOp : Op {
     const void* check_key() const override { return step.slot_mapping; }
     void reserve(Team&, const Sizes&) const override {}
     void run(Team&, int tid, const Sizes&) const override;
+    Rows rows_of() const override { return Rows::Tokens; }
+    void run_rows(Team&, int tid, int begin, int end) const override;
     std::vector<const void*> reads() const override { return {qkv}; }
     std::vector<const void*> writes() const override { return {q_out}; }
 };

@@ -47,36 +47,39 @@ void RopeOp::check(const Sizes& sizes) const {
 }
 
 void RopeOp::run(Team& team, int tid, const Sizes& sizes) const {
-    const int width = (num_heads + 2 * cache.num_kv_heads) * cache.head_dim;
     const int step_rows = std::clamp(sizes.tokens / (team.size() * 4), 1, 16);
     team.for_each(tid, (sizes.tokens + step_rows - 1) / step_rows, [&](int64_t piece) {
-        const int end = std::min(sizes.tokens, (int(piece) + 1) * step_rows);
-        for (int t = int(piece) * step_rows; t < end; ++t) {
-            RopeTask task{};
-            task.qkv = qkv + int64_t(t) * width;
-            task.num_heads = num_heads;
-            task.num_kv_heads = cache.num_kv_heads;
-            task.head_dim = cache.head_dim;
-            task.rotary_dim = rotary_dim;
-            task.cos_sin = cos_sin + int64_t(positions[t]) * rotary_dim;
-            task.q_norm = q_norm;
-            task.k_norm = k_norm;
-            task.full_norm = full_norm;
-            task.norm_eps = norm_eps;
-            task.q_out = q_out + int64_t(t) * num_heads * cache.head_dim;
-            task.kv_type = cache.type;
-            task.block_size = cache.block_size;
-            const int64_t slot = step.slot_mapping[t];
-            if (slot >= 0) {
-                const int64_t block = slot / cache.block_size;
-                task.offset = int(slot % cache.block_size);
-                task.key = static_cast<char*>(cache.key) + block * cache.key_stride * int64_t(cache.element());
-                task.value = static_cast<char*>(cache.value) + block * cache.value_stride * int64_t(cache.element());
-                task.scales = cache.scales ? cache.scales + block * cache.scale_stride : nullptr;
-            }
-            team.kernels().rope_store(task);
-        }
+        run_rows(team, tid, int(piece) * step_rows, std::min(sizes.tokens, (int(piece) + 1) * step_rows));
     });
+}
+
+void RopeOp::run_rows(Team& team, int, int begin, int end) const {
+    const int width = (num_heads + 2 * cache.num_kv_heads) * cache.head_dim;
+    for (int t = begin; t < end; ++t) {
+        RopeTask task{};
+        task.qkv = qkv + int64_t(t) * width;
+        task.num_heads = num_heads;
+        task.num_kv_heads = cache.num_kv_heads;
+        task.head_dim = cache.head_dim;
+        task.rotary_dim = rotary_dim;
+        task.cos_sin = cos_sin + int64_t(positions[t]) * rotary_dim;
+        task.q_norm = q_norm;
+        task.k_norm = k_norm;
+        task.full_norm = full_norm;
+        task.norm_eps = norm_eps;
+        task.q_out = q_out + int64_t(t) * num_heads * cache.head_dim;
+        task.kv_type = cache.type;
+        task.block_size = cache.block_size;
+        const int64_t slot = step.slot_mapping[t];
+        if (slot >= 0) {
+            const int64_t block = slot / cache.block_size;
+            task.offset = int(slot % cache.block_size);
+            task.key = static_cast<char*>(cache.key) + block * cache.key_stride * int64_t(cache.element());
+            task.value = static_cast<char*>(cache.value) + block * cache.value_stride * int64_t(cache.element());
+            task.scales = cache.scales ? cache.scales + block * cache.scale_stride : nullptr;
+        }
+        team.kernels().rope_store(task);
+    }
 }
 
 void AttentionOp::check(const Sizes& sizes) const {

@@ -1,5 +1,6 @@
 // Ops that work row by row.
 
+#include <algorithm>
 #include <cstring>
 #include <stdexcept>
 
@@ -15,10 +16,11 @@ int rows_per_piece(int rows, int threads) {
     return share < 1 ? 1 : share > 16 ? 16 : share;
 }
 
-template <class F> void for_rows(Team& team, int tid, int rows, F&& row) {
+// Calls stretch(begin, end) for pieces of the rows.
+template <class F> void for_rows(Team& team, int tid, int rows, F&& stretch) {
     const int step = rows_per_piece(rows, team.size());
     team.for_each(tid, (rows + step - 1) / step, [&](int64_t piece) {
-        for (int r = int(piece) * step; r < rows && r < (int(piece) + 1) * step; ++r) row(r);
+        stretch(int(piece) * step, std::min(rows, (int(piece) + 1) * step));
     });
 }
 
@@ -32,14 +34,18 @@ void EmbeddingOp::check(const Sizes& sizes) const {
 }
 
 void EmbeddingOp::run(Team& team, int tid, const Sizes& sizes) const {
-    for_rows(team, tid, sizes.tokens, [&](int t) {
+    for_rows(team, tid, sizes.tokens, [&](int begin, int end) { run_rows(team, tid, begin, end); });
+}
+
+void EmbeddingOp::run_rows(Team& team, int, int begin, int end) const {
+    for (int t = begin; t < end; ++t) {
         int row = ids[t];
         const Segment* s = &table->segments[0];
         while (row >= s->first_row + s->rows) ++s;
         row -= s->first_row;
         team.kernels().embed(s->format, s->wide_scales, table->in_features, s->panel(row / kPanel),
                              row % kPanel, scale, out + int64_t(t) * table->in_features);
-    });
+    }
 }
 
 void NormOp::reserve(Team& team, const Sizes&) const { team.reserve_scratch(size_t(width) + 16); }
@@ -51,14 +57,22 @@ void NormOp::run_row(const Kernels& kernels, int row, float* to) const {
 
 void NormOp::run(Team& team, int tid, const Sizes& sizes) const {
     for_rows(team, tid, count_rows(rows, sizes),
-             [&](int r) { run_row(team.kernels(), r, out + int64_t(r) * width); });
+             [&](int begin, int end) { run_rows(team, tid, begin, end); });
+}
+
+void NormOp::run_rows(Team& team, int, int begin, int end) const {
+    for (int r = begin; r < end; ++r) run_row(team.kernels(), r, out + int64_t(r) * width);
 }
 
 void AddOp::run(Team& team, int tid, const Sizes& sizes) const {
-    for_rows(team, tid, count_rows(rows, sizes), [&](int r) {
+    for_rows(team, tid, count_rows(rows, sizes), [&](int begin, int end) { run_rows(team, tid, begin, end); });
+}
+
+void AddOp::run_rows(Team& team, int, int begin, int end) const {
+    for (int r = begin; r < end; ++r) {
         const int64_t at = int64_t(r) * width;
         team.kernels().add(x + at, y + at, out + at, width);
-    });
+    }
 }
 
 void GatherOp::check(const Sizes& sizes) const {
@@ -69,8 +83,9 @@ void GatherOp::check(const Sizes& sizes) const {
 }
 
 void GatherOp::run(Team& team, int tid, const Sizes& sizes) const {
-    for_rows(team, tid, sizes.logit_rows, [&](int r) {
-        std::memcpy(out + int64_t(r) * width, x + int64_t(index[r]) * width, size_t(width) * sizeof(float));
+    for_rows(team, tid, sizes.logit_rows, [&](int begin, int end) {
+        for (int r = begin; r < end; ++r)
+            std::memcpy(out + int64_t(r) * width, x + int64_t(index[r]) * width, size_t(width) * sizeof(float));
     });
 }
 

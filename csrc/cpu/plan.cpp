@@ -4,9 +4,15 @@
 #include <chrono>
 #include <stdexcept>
 
+#include "products.h"
+
 namespace headrace {
 
 namespace {
+
+constexpr int kLeastRows = 8;   // of a thread that takes rows through a part
+constexpr int kMostRows = 64;   // at a time, of those
+static_assert(kMostRows <= kRowBlock);
 
 bool contains(const std::vector<const void*>& list, const void* p) { return std::find(list.begin(), list.end(), p) != list.end(); }
 
@@ -14,6 +20,15 @@ ProductInput* product_input(Op* op) {
     if (auto* linear = dynamic_cast<LinearOp*>(op)) return &linear->input;
     if (auto* gated = dynamic_cast<GatedOp*>(op)) return &gated->input;
     return nullptr;
+}
+
+// Rows that a thread takes through a part at a time, or 0 when threads should rather share each op. Every thread then reads
+// all weights: its rows must be so many that multiplying takes longer than reading, however many threads read at once.
+int rows_per_thread(int rows, int threads) {
+    const int least = std::max(kLeastRows, 4 * threads);
+    if (threads == 1 || rows < least * threads) return 0;
+    const int pieces = (rows + threads * kMostRows - 1) / (threads * kMostRows) * threads;
+    return (rows + pieces - 1) / pieces;
 }
 
 }  // namespace
@@ -53,6 +68,15 @@ void Plan::fuse_gates(const std::vector<const void*>& kept) {
     }
 }
 
+void Plan::find_parts() {
+    for (size_t i = 0; i < ops_.size(); ++i) {
+        const auto* op = dynamic_cast<const RowOp*>(ops_[i].get());
+        const bool by_rows = op && op->rows_of() == Rows::Tokens && !op->keeps_rows_together();
+        if (by_rows && !parts_.empty() && parts_.back().by_rows) ++parts_.back().end;
+        else parts_.push_back({i, i + 1, by_rows});
+    }
+}
+
 void Plan::finish(Team& team, const std::vector<const void*>& kept) {
     for (const auto& op : ops_) {
         const void* key = op->check_key();
@@ -63,6 +87,7 @@ void Plan::finish(Team& team, const std::vector<const void*>& kept) {
     }
     fuse_norms(kept);
     fuse_gates(kept);
+    find_parts();
     for (const auto& op : ops_) op->reserve(team, most_);
 }
 
@@ -75,13 +100,28 @@ void Plan::check(const Sizes& sizes) const {
     for (const auto& op : checks_) op->check(sizes);
 }
 
+void Plan::run_part(Team& team, int tid, const Part& part, const Sizes& sizes) const {
+    const int step = part.by_rows ? rows_per_thread(sizes.tokens, team.size()) : 0;
+    if (step == 0) {
+        for (size_t i = part.begin; i < part.end; ++i) {
+            ops_[i]->run(team, tid, sizes);
+            if (tid == 0) team.advance();
+        }
+        return;
+    }
+    team.for_each(tid, (sizes.tokens + step - 1) / step, [&](int64_t piece) {
+        const int begin = int(piece) * step, end = std::min(sizes.tokens, begin + step);
+        for (size_t i = part.begin; i < part.end; ++i) {
+            static_cast<const RowOp&>(*ops_[i]).run_rows(team, tid, begin, end);
+            if (piece == 0) team.advance();
+        }
+    });
+}
+
 void Plan::replay(Team& team, const Sizes& sizes) const {
     check(sizes);
     team.run([&](int tid) {
-        for (const auto& op : ops_) {
-            op->run(team, tid, sizes);
-            if (tid == 0) team.advance();
-        }
+        for (const Part& part : parts_) run_part(team, tid, part, sizes);
     });
 }
 

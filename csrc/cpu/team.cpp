@@ -55,6 +55,7 @@ void Buffer::reserve(size_t bytes) {
 Team::Team(int num_threads, const Kernels& kernels)
     : size_(num_threads),
       kernels_(kernels),
+      own_(size_t(num_threads)),
       scratch_(size_t(num_threads)),
       indices_(size_t(num_threads)),
       threads_(size_t(num_threads)) {
@@ -69,6 +70,10 @@ Team::~Team() {
         runs_.wake();
     }
     for (auto& worker : workers_) worker.join();
+}
+
+void Team::reserve_own(Own which, size_t bytes) {
+    for (auto& buffers : own_) buffers[size_t(which)].reserve(bytes);
 }
 
 void Team::reserve_scratch(size_t floats) {

@@ -12,6 +12,7 @@
 // same core: it may need just this one. One run at a time; nothing is allocated while running.
 #pragma once
 
+#include <array>
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
@@ -57,6 +58,9 @@ private:
 // Buffers that all threads of a run share, by purpose.
 enum class Shared : int { Activations, GatedActivations, Partials, Moe, MoeActivations, MoeHidden, MoeIndex, Best, Count };
 
+// Buffers that each thread has for itself, by purpose.
+enum class Own : int { Activations, GatedActivations, Count };
+
 class Team {
 public:
     Team(int num_threads, const Kernels& kernels);
@@ -97,9 +101,11 @@ public:
 
     // Only between runs.
     void reserve_shared(Shared which, size_t bytes) { shared_[int(which)].reserve(bytes); }
+    void reserve_own(Own which, size_t bytes);
     void reserve_scratch(size_t floats);
     void reserve_index(size_t entries);
     template <class T> T* shared(Shared which) const { return shared_[int(which)].as<T>(); }
+    template <class T> T* own(int tid, Own which) const { return own_[size_t(tid)][size_t(which)].as<T>(); }
     float* scratch(int tid) const { return scratch_[size_t(tid)].as<float>(); }
     int64_t* index(int tid) const { return indices_[size_t(tid)].as<int64_t>(); }
 
@@ -141,7 +147,8 @@ private:
     const int size_;
     const Kernels& kernels_;
     Buffer shared_[int(Shared::Count)];
-    std::vector<Buffer> scratch_, indices_;  // of each thread
+    std::vector<std::array<Buffer, size_t(Own::Count)>> own_;  // of each thread
+    std::vector<Buffer> scratch_, indices_;                    // of each thread
     uint64_t* progress_ = nullptr;
     std::mutex running_;
     Body body_ = nullptr;

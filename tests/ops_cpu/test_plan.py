@@ -12,6 +12,7 @@ from headrace.base.progress import ProgressWord
 from headrace.device.attention.metadata import AttentionMetadata, ForwardContext, LayerCache
 from headrace.device.ops.cpu.ops import NativeOps
 from headrace.device.ops.cpu.plan_runner import PlanRunner
+from headrace.device.ops.cpu.recorder import Recorder
 from headrace.device.runner.graphs import Dispatch, ForwardInputs, ForwardModel, GraphMode, run_head_eagerly
 from tests.ops_cpu.cases import Shape, make_raw
 from tests.ops_cpu.conftest import make_ops
@@ -100,7 +101,8 @@ class Steps:
     def fill(self, caches: list[LayerCache]) -> tuple[torch.Tensor, ForwardContext]:
         """A random step over ``caches``."""
         reqs = int(self.rng.integers(1, MAX_REQS + 1))
-        new = np.minimum(self.rng.geometric(0.2, reqs), MAX_TOKENS // MAX_REQS)
+        # A few rows that all threads share, or so many that each takes its own.
+        new = np.minimum(self.rng.geometric(self.rng.choice([0.5, 0.1, 0.02]), reqs), MAX_TOKENS // reqs)
         old = self.rng.integers(0, MAX_BLOCKS * BLOCK - int(new.max()), reqs)
         self.starts[: reqs + 1] = torch.from_numpy(np.concatenate([[0], np.cumsum(new)]).astype(np.int32))
         self.lens[:reqs] = torch.from_numpy((old + new).astype(np.int32))
@@ -176,11 +178,23 @@ def test_progress_moves_with_every_op() -> None:
     ops, steps = make_ops(), Steps()
     caches = steps.caches()
     runner = make_runner(TinyModel(ops), ops, steps, caches)
-    ids, ctx = steps.fill(caches)
-    before = steps.progress.read()
-    run_step(runner, ids, ctx)
-    assert steps.progress.read() - before == len(runner.op_names)
+    for _ in range(20):
+        ids, ctx = steps.fill(caches)
+        before = steps.progress.read()
+        run_step(runner, ids, ctx)
+        assert steps.progress.read() - before == len(runner.op_names)
     ops.team.set_progress(0)
+
+
+def test_only_results_of_equal_width_share_a_buffer() -> None:
+    # Threads with rows of their own are at different ops: a row must have one place in a buffer.
+    recorder = Recorder(MAX_TOKENS, MAX_REQS, 0)
+    first = recorder.take(MAX_TOKENS, 1000, None)
+    address = first.data_ptr()
+    del first
+    other, same = recorder.take(MAX_TOKENS, 1024, None), recorder.take(MAX_TOKENS, 1000, None)
+    assert other.data_ptr() != address
+    assert same.data_ptr() == address
 
 
 def test_steps_that_do_not_fit_are_errors() -> None:

@@ -84,7 +84,7 @@ HR_INLINE void load_group(const uint8_t* bytes, U (&w)[8]) {
     }
 }
 
-constexpr int kPrefetchAhead = 2048;
+constexpr int kPrefetchAhead = 4096;
 constexpr int kTurn = kManyRegisters ? 2 : 1;  // rows that take turns
 
 // `rows` rows of one tile, from `row`, times one panel: out[rows][ldo], sixteen columns.
@@ -99,7 +99,7 @@ HR_KERNEL void int_tile(const uint8_t* panel, int groups, const ActivationGroup*
         const uint8_t* bytes = panel + 4 * part;
         const uint8_t* end = bytes + groups * stride;
         for (; bytes != end; bytes += stride, xg = xg.next()) {
-            if constexpr (rows <= 8) {
+            if constexpr (rows <= 16) {
                 for (size_t line = 0; line < stride; line += 64 * (16 / N)) prefetch(bytes + kPrefetchAhead + line);
             }
             U w[8];

@@ -26,7 +26,7 @@ class Arena:
 
     def take(self, rows: int, width: int) -> torch.Tensor:
         """An uninitialised float32 tensor ``[rows, width]``, aligned to a cache line."""
-        size = _size_class(rows * width * 4)
+        size = self._size_of(rows * width * 4)
         free = self._free.get(size)
         if free:
             raw = free.pop()
@@ -37,6 +37,10 @@ class Arena:
         lent = raw[start : start + rows * width * 4].view(np.float32).reshape(rows, width)
         weakref.finalize(lent, self._give_back, size, raw).atexit = False
         return torch.from_numpy(lent)
+
+    def _size_of(self, num_bytes: int) -> int:
+        """The size of the buffer that is taken for so many bytes."""
+        return _size_class(num_bytes)
 
     def _give_back(self, size: int, raw: np.ndarray) -> None:
         # Sizes stand in the order of their last return.

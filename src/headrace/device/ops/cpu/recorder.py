@@ -144,7 +144,11 @@ class Recorder:
 
 
 class _WatchedArena(Arena):
-    """Knows the addresses of the buffers that somebody holds, and never gives memory back: plans read it by address."""
+    """Knows the addresses of the buffers that somebody holds, and never gives memory back: plans read it by address.
+
+    Only results of equal width share a buffer, so that a row has the same place in all of them: threads that are at
+    different ops, each with rows of its own, then never meet in one.
+    """
 
     def __init__(self) -> None:
         super().__init__(max_idle_bytes=1 << 62)
@@ -154,6 +158,9 @@ class _WatchedArena(Arena):
         out = super().take(rows, width)
         self.lent.add(out.data_ptr())
         return out
+
+    def _size_of(self, num_bytes: int) -> int:
+        return num_bytes
 
     def _give_back(self, size: int, raw: np.ndarray) -> None:
         self.lent.discard(raw.ctypes.data + start_of(raw))
