@@ -168,6 +168,15 @@ def test_equals_the_slow_twin(seed: int) -> None:
             assert output.token_ids[row] == expected and row not in output.errors
 
 
+@pytest.mark.filterwarnings("ignore:overflow")
+def test_a_penalty_that_overflows_takes_the_greatest() -> None:
+    bench = Bench()
+    bench.add(0, [7, 9], 2, repetition_penalty=1e-40, temperature=1.0, top_p=0.9)
+    logits = np.ones((1, VOCAB), dtype=np.float32)
+    output = bench.sample(logits, [0])
+    assert output.token_ids == [7] and not output.errors
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_a_row_alone_equals_the_row_in_any_batch(seed: int) -> None:
     rng = np.random.default_rng(100 + seed)

@@ -146,7 +146,8 @@ class Sampler:
         best = int(x.argmax())
         if x[best] == -np.inf:
             raise RowError(NO_TOKEN_LEFT)
-        if self._rows.temperature[index] == 0.0:
+        # A repetition penalty near zero overflows: what is infinite has all the probability.
+        if self._rows.temperature[index] == 0.0 or x[best] == np.inf:
             return best
         return self._draw(x, float(x[best]), index, position)
 
