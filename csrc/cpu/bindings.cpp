@@ -49,6 +49,12 @@ void require_length(const Vector& v, size_t length, const char* name) {
     require(v.shape(0) == length, std::string(name) + " must have " + std::to_string(length) + " values");
 }
 
+Sizes room_for(Rows rows, size_t count) {
+    Sizes room = Op::kUnlimited;
+    (rows == Rows::Tokens ? room.tokens : room.logit_rows) = int(count);
+    return room;
+}
+
 Activation parse_activation(const std::string& name) {
     if (name == "silu") return Activation::Silu;
     if (name == "gelu") return Activation::Gelu;
@@ -121,6 +127,7 @@ ProductInput make_input(const Matrix& x, const Weight& weight, Rows rows, bool e
 std::shared_ptr<Op> make_embedding(const Ints& ids, std::shared_ptr<Weight> table, float scale, const Matrix& out) {
     require_shape(out, ids.shape(0), size_t(table->in_features), "out");
     auto op = std::make_shared<EmbeddingOp>();
+    op->room = room_for(Rows::Tokens, ids.shape(0));
     op->ids = ids.data();
     op->table = std::move(table);
     op->scale = scale;
@@ -134,6 +141,7 @@ std::shared_ptr<Op> make_norm(const Matrix& x, const std::optional<Matrix>& resi
     require_length(weight, x.shape(1), "weight");
     require(residual.has_value() == sum_out.has_value(), "a residual and its sum come together");
     auto op = std::make_shared<NormOp>();
+    op->room = room_for(rows, x.shape(0));
     op->rows = rows;
     op->width = int(x.shape(1));
     op->x = x.data();
@@ -153,6 +161,7 @@ std::shared_ptr<Op> make_add(const Matrix& x, const Matrix& y, const Matrix& out
     require_shape(y, x.shape(0), x.shape(1), "y");
     require_shape(out, x.shape(0), x.shape(1), "out");
     auto op = std::make_shared<AddOp>();
+    op->room = room_for(rows, x.shape(0));
     op->rows = rows;
     op->width = int(x.shape(1));
     op->x = x.data();
@@ -164,6 +173,8 @@ std::shared_ptr<Op> make_add(const Matrix& x, const Matrix& y, const Matrix& out
 std::shared_ptr<Op> make_gather(const Matrix& x, const Ints& index, const Matrix& out) {
     require_shape(out, index.shape(0), x.shape(1), "out");
     auto op = std::make_shared<GatherOp>();
+    op->room = room_for(Rows::Tokens, x.shape(0));
+    op->room.logit_rows = int(index.shape(0));
     op->width = int(x.shape(1));
     op->x = x.data();
     op->index = index.data();
@@ -175,6 +186,7 @@ std::shared_ptr<Op> make_linear(const Matrix& x, std::shared_ptr<Weight> weight,
                                 float softcap, bool exact, const Matrix& out, Rows rows) {
     require_shape(out, x.shape(0), size_t(weight->out_features), "out");
     auto op = std::make_shared<LinearOp>();
+    op->room = room_for(rows, x.shape(0));
     op->input = make_input(x, *weight, rows, exact);
     if (bias) {
         require_length(*bias, size_t(weight->out_features), "bias");
@@ -192,6 +204,7 @@ std::shared_ptr<Op> make_gated(const Matrix& x, std::shared_ptr<Weight> weight, 
             "a gated weight has two parts of equal shape");
     require_shape(out, x.shape(0), size_t(weight->segments[0].rows), "out");
     auto op = std::make_shared<GatedOp>();
+    op->room = room_for(rows, x.shape(0));
     op->input = make_input(x, *weight, rows, exact);
     op->weight = std::move(weight);
     op->activation = parse_activation(activation);
@@ -204,6 +217,7 @@ std::shared_ptr<Op> make_head(const Matrix& x, std::shared_ptr<Weight> weight, f
     require(logits.shape(1) >= size_t(weight->out_features), "rows of logits are too short");
     require(best.shape(0) >= x.shape(0) && peaks.shape(0) >= x.shape(0), "best and peaks must have room for every row");
     auto op = std::make_shared<HeadOp>();
+    op->room = room_for(Rows::Logits, x.shape(0));
     op->input = make_input(x, *weight, Rows::Logits, exact);
     op->softcap = softcap;
     op->best = best.data();
@@ -226,6 +240,7 @@ StepView make_step(const Ints& query_start_loc, const Ints& seq_lens, const Tabl
     s.max_blocks = int(block_table.shape(1));
     s.slot_mapping = slots.data();
     s.max_reqs = int(std::min<size_t>({query_start_loc.shape(0) - 1, seq_lens.shape(0), block_table.shape(0)}));
+    s.max_tokens = int(slots.shape(0));
     return s;
 }
 
@@ -277,6 +292,7 @@ std::shared_ptr<Op> make_rope(const Matrix& qkv, const Ints& positions, const Ma
     require(positions.shape(0) >= qkv.shape(0), "positions are fewer than rows");
     require(cos_sin.shape(1) <= dim && cos_sin.shape(1) % 2 == 0, "cos_sin is wider than a head");
     auto op = std::make_shared<RopeOp>();
+    op->room = room_for(Rows::Tokens, std::min(qkv.shape(0), size_t(step.max_tokens)));
     op->qkv = qkv.data();
     op->num_heads = num_heads;
     op->rotary_dim = int(cos_sin.shape(1));
@@ -306,6 +322,8 @@ std::shared_ptr<Op> make_attention(const Matrix& q, int num_heads, float scale, 
     require_shape(out, q.shape(0), q.shape(1), "out");
     if (sinks) require_length(*sinks, size_t(num_heads), "sinks");
     auto op = std::make_shared<AttentionOp>();
+    op->room = room_for(Rows::Tokens, q.shape(0));
+    op->room.reqs = step.max_reqs;
     op->q = q.data();
     op->num_heads = num_heads;
     op->window = window;
@@ -327,6 +345,7 @@ std::shared_ptr<Op> make_moe(const Matrix& x, std::shared_ptr<Weight> router, st
             "the router must have one row per expert");
     require(top_k >= 1 && size_t(top_k) <= gate_up.size(), "top_k must be between 1 and the number of experts");
     auto op = std::make_shared<MoeOp>();
+    op->room = room_for(Rows::Tokens, x.shape(0));
     op->exact = exact;
     for (size_t e = 0; e < gate_up.size(); ++e) {
         const Weight &in = *gate_up[e], &back = *down[e];
@@ -350,6 +369,7 @@ std::shared_ptr<Op> make_moe(const Matrix& x, std::shared_ptr<Weight> router, st
 std::shared_ptr<Op> make_arg_max(const Matrix& x, const Ints& out) {
     require(out.shape(0) == x.shape(0) && x.shape(1) > 0, "one result per row");
     auto op = std::make_shared<ArgMaxOp>();
+    op->room = room_for(Rows::Logits, x.shape(0));
     op->width = int(x.shape(1));
     op->x = x.data();
     op->out = out.data();

@@ -5,6 +5,7 @@
 // team's shared memory; `run` is called on every thread of the team.
 #pragma once
 
+#include <climits>
 #include <memory>
 #include <string>
 #include <vector>
@@ -24,13 +25,19 @@ enum class Rows : int { Tokens, Logits };
 
 inline int count_rows(Rows rows, const Sizes& sizes) { return rows == Rows::Tokens ? sizes.tokens : sizes.logit_rows; }
 
+inline int64_t address(const void* p) { return int64_t(reinterpret_cast<uintptr_t>(p)); }
+
 class Op {
 public:
     virtual ~Op() = default;
     virtual const char* name() const = 0;
-    // Throws std::out_of_range. Ops with equal `check_key` check the same inputs.
+    // Throws std::out_of_range. Ops of one name with equal keys check the same inputs against the same bounds.
     virtual void check(const Sizes&) const {}
-    virtual const void* check_key() const { return nullptr; }
+    virtual std::vector<int64_t> check_key() const { return {}; }
+    // What its buffers have room for. Throws std::out_of_range.
+    static constexpr Sizes kUnlimited{INT_MAX, INT_MAX, INT_MAX, INT_MAX};
+    Sizes room = kUnlimited;
+    void check_room(const Sizes&) const;
     virtual void reserve(Team&, const Sizes& most) const = 0;
     virtual void run(Team&, int tid, const Sizes&) const = 0;
     virtual std::vector<const void*> reads() const = 0;
@@ -54,7 +61,7 @@ struct EmbeddingOp : RowOp {
     float* out;
     const char* name() const override { return "embedding"; }
     void check(const Sizes&) const override;
-    const void* check_key() const override { return ids; }
+    std::vector<int64_t> check_key() const override { return {address(ids), table->out_features}; }
     void reserve(Team&, const Sizes&) const override {}
     void run(Team&, int tid, const Sizes&) const override;
     Rows rows_of() const override { return Rows::Tokens; }
@@ -105,7 +112,7 @@ struct GatherOp : Op {
     float* out;
     const char* name() const override { return "gather_rows"; }
     void check(const Sizes&) const override;
-    const void* check_key() const override { return index; }
+    std::vector<int64_t> check_key() const override { return {address(index)}; }
     void reserve(Team&, const Sizes&) const override {}
     void run(Team&, int tid, const Sizes&) const override;
     std::vector<const void*> reads() const override { return {x, index}; }
@@ -181,7 +188,7 @@ struct StepView {
     int64_t table_stride;
     int max_blocks;
     const int64_t* slot_mapping;
-    int max_reqs;
+    int max_reqs, max_tokens;
 };
 
 struct RopeOp : RowOp {
@@ -197,7 +204,7 @@ struct RopeOp : RowOp {
     float* q_out;
     const char* name() const override { return "rotate_and_store"; }
     void check(const Sizes&) const override;
-    const void* check_key() const override { return step.slot_mapping; }
+    std::vector<int64_t> check_key() const override;
     void reserve(Team&, const Sizes&) const override {}
     void run(Team&, int tid, const Sizes&) const override;
     Rows rows_of() const override { return Rows::Tokens; }
@@ -218,7 +225,7 @@ struct AttentionOp : Op {
     float* out;
     const char* name() const override { return "attention"; }
     void check(const Sizes&) const override;
-    const void* check_key() const override { return step.block_table; }
+    std::vector<int64_t> check_key() const override;
     void reserve(Team&, const Sizes& most) const override;
     void run(Team&, int tid, const Sizes&) const override;
     std::vector<const void*> reads() const override { return {q}; }

@@ -46,6 +46,10 @@ void RopeOp::check(const Sizes& sizes) const {
     }
 }
 
+std::vector<int64_t> RopeOp::check_key() const {
+    return {address(step.slot_mapping), int64_t(cache.num_blocks) * cache.block_size, address(positions), max_position};
+}
+
 void RopeOp::run(Team& team, int tid, const Sizes& sizes) const {
     const int step_rows = std::clamp(sizes.tokens / (team.size() * 4), 1, 16);
     team.for_each(tid, (sizes.tokens + step_rows - 1) / step_rows, [&](int64_t piece) {
@@ -100,6 +104,11 @@ void AttentionOp::check(const Sizes& sizes) const {
                                         " is outside the cache of " + std::to_string(cache.num_blocks));
         }
     }
+}
+
+std::vector<int64_t> AttentionOp::check_key() const {
+    return {address(step.query_start_loc), address(step.seq_lens), address(step.block_table), step.table_stride, step.max_blocks,
+            step.max_reqs, cache.num_blocks, cache.block_size, window, chunk};
 }
 
 void AttentionOp::reserve(Team& team, const Sizes& most) const {

@@ -94,7 +94,16 @@ void ArgMaxOp::run(Team& team, int tid, const Sizes& sizes) const {
                   [&](int64_t r) { out[r] = team.kernels().arg_max(x + r * width, width); });
 }
 
+void Op::check_room(const Sizes& sizes) const {
+    if (sizes.tokens < 0 || sizes.tokens > room.tokens || sizes.reqs < 0 || sizes.reqs > room.reqs || sizes.logit_rows < 0 ||
+        sizes.logit_rows > room.logit_rows)
+        throw std::out_of_range(std::string(name()) + " of " + std::to_string(sizes.tokens) + " tokens, " +
+                                std::to_string(sizes.reqs) + " requests and " + std::to_string(sizes.logit_rows) +
+                                " rows of logits does not fit its buffers");
+}
+
 void run_op(Team& team, const Op& op, const Sizes& sizes) {
+    op.check_room(sizes);
     op.check(sizes);
     op.reserve(team, sizes);
     team.run([&](int tid) { op.run(team, tid, sizes); });

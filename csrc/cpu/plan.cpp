@@ -79,11 +79,12 @@ void Plan::find_parts() {
 
 void Plan::finish(Team& team, const std::vector<const void*>& kept) {
     for (const auto& op : ops_) {
-        const void* key = op->check_key();
+        op->check_room(most_);
+        const std::vector<int64_t> key = op->check_key();
         const bool known = std::any_of(checks_.begin(), checks_.end(), [&](const auto& other) {
             return other->check_key() == key && std::string(other->name()) == op->name();
         });
-        if (key && !known) checks_.push_back(op);
+        if (!key.empty() && !known) checks_.push_back(op);
     }
     fuse_norms(kept);
     fuse_gates(kept);

@@ -21,7 +21,7 @@ public:
     explicit Plan(Sizes most) : most_(most) {}
 
     void append(std::shared_ptr<Op> op) { ops_.push_back(std::move(op)); }
-    // `kept` are buffers that somebody reads after a replay.
+    // `kept` are buffers that somebody reads after a replay. Throws std::out_of_range where an op has no room for it.
     void finish(Team& team, const std::vector<const void*>& kept);
     // Throws std::out_of_range before anything has run. Sizes must not exceed those of the capture.
     void replay(Team& team, const Sizes& sizes) const;

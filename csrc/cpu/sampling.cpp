@@ -5,6 +5,7 @@
 #include <functional>
 #include <limits>
 #include <numeric>
+#include <stdexcept>
 
 #include "draw.h"
 
@@ -32,6 +33,7 @@ struct Row {
     Row(const Kernels& kernels, const float* x, int n) : kernels(kernels), x(x), n(n), peaks(size_t((n + kPeakBlock - 1) / kPeakBlock)) {
         kernels.block_peaks(x, n, peaks.data());
         peak = *std::max_element(peaks.begin(), peaks.end());
+        if (peak == INFINITY) throw std::domain_error("a row of logits is not finite");
     }
 
     // Calls found(id) for the finite values from `least` on, ascending by id.
@@ -163,7 +165,7 @@ std::vector<int32_t> find_survivors(const Kernels& kernels, const float* x, int 
     } else {
         row.for_each_from(filters.least, [&](int32_t id) { ids.push_back(id); });
     }
-    if (filters.top_p >= 1) return ids;
+    if (filters.top_p >= 1 || ids.empty()) return ids;
     std::vector<float> values;
     for (const int32_t id : ids) values.push_back(x[id]);
     std::vector<int32_t> places = Nucleus(Row(kernels, values.data(), int(values.size())), filters.top_p).find();

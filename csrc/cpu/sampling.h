@@ -17,7 +17,7 @@ struct Filters {
     bool any(int n) const { return (top_k > 0 && top_k < n) || least > -__builtin_inff() || top_p < 1; }
 };
 
-// Ids that survive, ascending.
+// Ids that survive, ascending. Throws std::domain_error for a row that holds infinity or a NaN, as does the next one.
 std::vector<int32_t> find_survivors(const Kernels& kernels, const float* x, int n, const Filters& filters);
 
 // The log-probability and rank of a token of a raw row, and those of the `num_best` best ones behind it: ids, values, rank.

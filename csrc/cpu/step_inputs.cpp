@@ -7,14 +7,15 @@
 namespace headrace {
 
 int StepInputs::check(const int64_t* rows, const int64_t* num_computed, const int64_t* num_new, int reqs) const {
-    if (reqs > max_reqs) throw std::out_of_range(std::to_string(reqs) + " requests exceed " + std::to_string(max_reqs));
+    if (reqs < 0 || reqs > max_reqs) throw std::out_of_range(std::to_string(reqs) + " requests exceed " + std::to_string(max_reqs));
     int64_t tokens = 0;
     for (int i = 0; i < reqs; ++i) {
         if (rows[i] < 0 || rows[i] >= max_rows) throw std::out_of_range("row " + std::to_string(rows[i]) + " does not exist");
-        const int64_t length = num_computed[i] + num_new[i];
-        if (num_computed[i] < 0 || num_new[i] < 1 || length > row_tokens)
+        // Differences of what is in bounds already: sums of what the caller gives may overflow.
+        if (num_computed[i] < 0 || num_computed[i] > row_tokens || num_new[i] < 1 || num_new[i] > row_tokens - num_computed[i])
             throw std::out_of_range("a row of " + std::to_string(row_tokens) + " tokens cannot compute " +
                                     std::to_string(num_new[i]) + " behind " + std::to_string(num_computed[i]));
+        const int64_t length = num_computed[i] + num_new[i];
         for (const TableGroup& group : groups)
             if (int64_t(group.num_blocks[rows[i]]) * group.block_size < length)
                 throw std::out_of_range("a scheduled token has no block");

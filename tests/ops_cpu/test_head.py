@@ -34,5 +34,8 @@ def test_ties_values_that_are_not_finite_and_rows_that_keep_their_logits(rows, s
         x[0, 5], x[rows // 2, 7] = np.nan, np.inf
         ops.team.run(op, logit_rows=rows, best_rows=rows)
         assert np.flatnonzero(~np.isfinite(peaks)).tolist() == ([0] if softcap and rows > 1 else sorted({0, rows // 2}))
-        with pytest.raises(IndexError, match="have room"):
-            ops.team.run(op, logit_rows=2 * rows, best_rows=0)
+        with pytest.raises(IndexError, match="does not fit"):
+            ops.team.run(op, logit_rows=rows + 1, best_rows=rows)
+        if rows > 1:
+            with pytest.raises(IndexError, match="have room"):
+                ops.team.run(op, logit_rows=rows, best_rows=0)

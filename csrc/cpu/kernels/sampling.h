@@ -1,7 +1,7 @@
 // Work on a row of logits before a token is drawn. Plain loops over the row or over short blocks: the compiler makes vectors.
 #pragma once
 
-#include "rows.h"
+#include "best.h"
 
 namespace headrace::HR_ISA {
 
@@ -75,17 +75,9 @@ static void weigh(const float* x, int n, float peak, int64_t* weights) {
     }
 }
 
-// The greatest value of each block.
 static void block_peaks(const float* x, int n, float* peaks) {
-    for (int first = 0; first < n; first += kPeakBlock) {
-        const int count = n - first < kPeakBlock ? n - first : kPeakBlock;
-        VF top = bcast(-__builtin_inff());
-        int i = 0;
-        for (; i + N <= count; i += N) top = max(top, load(x + first + i));
-        float peak = reduce_max(top);
-        for (; i < count; ++i) peak = x[first + i] > peak ? x[first + i] : peak;
-        peaks[first / kPeakBlock] = peak;
-    }
+    for (int first = 0; first < n; first += kPeakBlock)
+        peaks[first / kPeakBlock] = peak_of(x + first, n - first < kPeakBlock ? n - first : kPeakBlock);
 }
 
 }  // namespace headrace::HR_ISA

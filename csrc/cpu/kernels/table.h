@@ -167,7 +167,7 @@ struct Kernels {
     void (*apply_penalties)(float* x, const uint8_t* in_prompt, const int32_t* counts, int n, float repetition, float frequency,
                             float presence);
     void (*scale_logits)(float* x, int n, float peak, float temperature);
-    // The greatest of every kPeakBlock values.
+    // The greatest of every kPeakBlock values; infinity when one is infinite or not a number.
     void (*block_peaks)(const float* x, int n, float* peaks);
     // 2^34 exp(x - peak) as integers, whose sums do not depend on their order.
     void (*weigh)(const float* x, int n, float peak, int64_t* weights);
