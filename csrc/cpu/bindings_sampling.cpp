@@ -2,6 +2,7 @@
 
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
@@ -10,6 +11,7 @@
 #include <string>
 
 #include "draw.h"
+#include "plan.h"
 #include "sampling.h"
 #include "step_inputs.h"
 #include "team.h"
@@ -20,10 +22,10 @@ using namespace headrace;
 namespace {
 
 using Row = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using Logits = nb::ndarray<float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Words = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Flags = nb::ndarray<const bool, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Longs = nb::ndarray<int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Floats = nb::ndarray<float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Numbers = nb::ndarray<int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Counts = std::vector<int64_t>;
 using WholeTable = nb::ndarray<int32_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
@@ -58,6 +60,27 @@ StepInputs make_step_inputs(const WholeTable& token_ids, const Numbers& ids, con
     return s;
 }
 
+// The plan of the head with the buffers that it reads and writes, which live as long as it is used.
+struct HeadReplay {
+    const Plan& plan;
+    int32_t *index, *best;
+    float* peaks;
+    int max_rows;
+
+    // Ids and values of the greatest logits of some rows, behind the forward that computes them if it is given. Without
+    // Python in between no thread of the team falls asleep.
+    std::pair<std::vector<int32_t>, std::vector<float>> replay(Team& team, const Plan* forward, int tokens, int reqs,
+                                                               const Counts& rows, int num_best) const {
+        const int count = int(rows.size());
+        require(count <= max_rows, "the head has room for " + std::to_string(max_rows) + " rows");
+        for (const int64_t row : rows) require(row >= 0 && row < tokens, "row " + std::to_string(row) + " is not computed");
+        std::copy(rows.begin(), rows.end(), index);
+        nb::gil_scoped_release release;
+        if (forward) forward->replay(team, {tokens, reqs});
+        plan.replay(team, {tokens, 0, count, num_best});
+        return {{best, best + count}, {peaks, peaks + count}};
+    }
+};
 
 // An array argument: of the right type and layout already, since its address is kept and not a converted copy's.
 constexpr auto array(const char* name) { return nb::arg(name).noconvert(); }
@@ -80,19 +103,28 @@ void bind_sampling(nb::module_& m) {
             s.pad(reqs, begin, end);
         }, nb::arg("reqs"), nb::arg("begin"), nb::arg("end"));
 
-    m.def("apply_bitmask", [](const Team& team, const Logits& x, const Words& words) {
+    nb::class_<HeadReplay>(m, "HeadReplay")
+        .def("__init__", [](HeadReplay* self, const Plan& plan, const Numbers& index, const Numbers& best, const Floats& peaks) {
+            const size_t rows = index.shape(0);
+            require(best.shape(0) >= rows && peaks.shape(0) >= rows, "best and peaks must have room for every row");
+            new (self) HeadReplay{plan, index.data(), best.data(), peaks.data(), int(rows)};
+        }, nb::keep_alive<1, 2>(), nb::arg("plan"), array("index"), array("best"), array("peaks"))
+        .def("replay", &HeadReplay::replay, nb::arg("team"), nb::arg("forward").none(), nb::arg("tokens"), nb::arg("reqs"),
+             nb::arg("rows"), nb::arg("num_best"));
+
+    m.def("apply_bitmask", [](const Team& team, const Floats& x, const Words& words) {
         require(words.shape(0) * 32 >= x.shape(0), "a grammar bitmask of " + std::to_string(words.shape(0)) +
                                                        " words cannot cover " + std::to_string(x.shape(0)) + " tokens");
         team.kernels().apply_bitmask(x.data(), reinterpret_cast<const uint32_t*>(words.data()), int(x.shape(0)));
     }, nb::arg("team"), array("x"), array("words"));
-    m.def("apply_penalties", [](const Team& team, const Logits& x, const Flags& in_prompt, const Words& counts, float repetition,
+    m.def("apply_penalties", [](const Team& team, const Floats& x, const Flags& in_prompt, const Words& counts, float repetition,
                                 float frequency, float presence) {
         require(in_prompt.shape(0) == x.shape(0) && counts.shape(0) == x.shape(0), "one count per token");
         team.kernels().apply_penalties(x.data(), reinterpret_cast<const uint8_t*>(in_prompt.data()), counts.data(),
                                        int(x.shape(0)), repetition, frequency, presence);
     }, nb::arg("team"), array("x"), array("in_prompt"), array("counts"), nb::arg("repetition"), nb::arg("frequency"),
        nb::arg("presence"));
-    m.def("draw", [](const Team& team, const Logits& x, float peak, float temperature, int top_k, float least, double top_p,
+    m.def("draw", [](const Team& team, const Floats& x, float peak, float temperature, int top_k, float least, double top_p,
                      uint64_t seed, uint64_t position) {
         const int n = int(x.shape(0));
         require(n > 0 && temperature > 0, "a draw needs values and a temperature");

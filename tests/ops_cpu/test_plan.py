@@ -13,7 +13,7 @@ from headrace.device.attention.metadata import AttentionMetadata, ForwardContext
 from headrace.device.ops.cpu.ops import NativeOps
 from headrace.device.ops.cpu.plan_runner import PlanRunner
 from headrace.device.ops.cpu.recorder import Recorder
-from headrace.device.runner.graphs import Dispatch, ForwardInputs, ForwardModel, GraphMode, run_head_eagerly
+from headrace.device.runner.graphs import Dispatch, ForwardInputs, ForwardModel, GraphMode, HeadRows, run_head_eagerly
 from tests.ops_cpu.cases import Shape, make_raw
 from tests.ops_cpu.conftest import make_ops
 
@@ -232,6 +232,30 @@ def test_the_planned_head_equals_logits_and_arg_max(activations, threads) -> Non
         assert np.array_equal(got.best, want.best)
         assert np.array_equal(got.peaks, want.peaks)
         assert np.array_equal(got.logits, want.logits[num_best:])
+
+
+def test_a_head_in_the_call_of_its_forward_equals_one_behind_it() -> None:
+    ops = make_ops(2, "int8")
+    model, steps = TinyModel(ops), Steps(6)
+    caches = steps.caches()
+    runner = make_runner(model, ops, steps, caches)
+    for _ in range(20):
+        ids, ctx = steps.fill(caches)
+        rows = steps.rng.integers(0, len(ids), int(steps.rng.integers(1, MAX_REQS + 1))).tolist()
+        num_best = int(steps.rng.integers(0, len(rows) + 1))
+        want = run_head_eagerly(model, ops, run_step(runner, ids, ctx).clone(), rows)
+        hint = HeadRows(rows, num_best)
+        inputs = ForwardInputs(len(ids), ctx.groups[0].num_reqs, lambda made=(ids, ctx): made, hint)
+        hidden = runner.run(Dispatch(GraphMode.FULL, "test", len(ids)), inputs, None)
+        assert isinstance(hidden, torch.Tensor)
+        before = steps.progress.read()
+        got = runner.run_head(hidden, list(rows), num_best)
+        assert steps.progress.read() == before, "it was there already"
+        assert (got.best, got.peaks) == (want.best, want.peaks)
+        assert np.array_equal(got.logits, want.logits[num_best:])
+        other = runner.run_head(hidden, rows[:1], 1)
+        assert (other.best, other.peaks) == (want.best[:1], want.peaks[:1])
+    ops.team.set_progress(0)
 
 
 def test_a_head_of_a_model_that_changes_its_logits_is_called_op_by_op() -> None:

@@ -124,6 +124,29 @@ def test_the_next_forward_needs_no_host_token(make_runner: MakeRunner, logits_af
     assert job.tokens + made == plain_greedy(logits_after, job.tokens, 3)
 
 
+def test_streams_that_go_on_survive_a_step_that_fails(make_runner: MakeRunner, logits_after: Logits) -> None:
+    """A fault between two steps of the same streams, and rows that change hands behind it."""
+    runner = make_runner(max_num_seqs=3)
+    driver = RunnerDriver(runner)
+    a, b, c = Job("a", prompt_of(5, 1)), Job("b", prompt_of(6, 2)), Job("c", prompt_of(7, 3))
+    prompts = {job: list(job.tokens) for job in (a, b, c)}
+    driver.advance({a: 5, b: 6})
+    for _ in range(3):
+        driver.advance({a: 1, b: 1})
+    driver.preempt(a)
+    c.fault = {"phase": "forward", "repeat": "once"}
+    step = driver.make_step({c: 7, a: len(a.tokens)})
+    with pytest.raises(InjectedFaultError):
+        driver.run(step)
+    sampled = driver.run(step)
+    for name, tokens in zip(sampled.request_ids, sampled.sampled_token_ids, strict=True):
+        {"a": a, "c": c}[name].tokens += tokens
+    for grants in ({b: 1, a: 1}, {b: 1, a: 1}, {a: 1, b: 1}, {c: 1, b: 1}, {c: 1, b: 1}):
+        driver.advance(grants)
+    for job, prompt in prompts.items():
+        assert job.tokens == plain_greedy(logits_after, prompt, len(job.tokens) - len(prompt))
+
+
 def test_prompt_logprobs_are_the_same_for_every_chunking(make_runner: MakeRunner, logits_after: Logits) -> None:
     prompt = prompt_of(50, 3)
     results = []
@@ -212,7 +235,7 @@ def test_grammar_masks_reach_their_rows(make_runner: MakeRunner) -> None:
     a, b = Job("a", [1, 2]), Job("b", [1, 2])
     mask = np.zeros(4, dtype=np.int32)
     mask[1] = 1 << 3
-    step = driver.make_step({a: 2, b: 2})
+    step = msgspec.structs.replace(driver.make_step({a: 2, b: 2}), grammar=["b", "gone"])
     output = driver.run_step(step, GrammarOutput(request_ids=["b", "gone"], bitmask=mask.tobytes() * 2, num_words=4))
     assert output.sampled_token_ids[1] == [35] and output.sampled_token_ids[0] != [35]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -138,13 +138,27 @@ class ForwardModel(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
+class HeadRows(NamedTuple):
+    """Rows of the hidden states whose head is wanted; the first ``num_best`` need no logits."""
+
+    rows: list[int]
+    num_best: int
+
+
+_NO_ROWS = HeadRows([], 0)
+
+
+@dataclass(slots=True)
 class ForwardInputs:
-    """A step's inputs, which lie in persistent buffers. Their tensors are made only for those who call the model."""
+    """A step's inputs, which lie in persistent buffers. Their tensors are made only for those who call the model.
+
+    ``head`` is what `GraphRunner.run_head` will be asked for next, for those who can run it with the forward.
+    """
 
     num_tokens: int
     num_reqs: int
     make: Callable[[], tuple[torch.Tensor, ForwardContext]]
+    head: HeadRows = _NO_ROWS
 
 
 class GraphRunner(Protocol):

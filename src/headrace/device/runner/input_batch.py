@@ -7,6 +7,7 @@ never change and a captured graph can read them.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -74,26 +75,46 @@ class PromptRows:
     count: int
 
 
+@dataclass(frozen=True, slots=True)
+class SampledRows:
+    """Who is sampled in a step, first those that need no more than their best token.
+
+    Attributes:
+        places, request_ids, rows: in the order of sampling.
+        token_rows: the token row of each one's last token.
+        num_best: that many, the first ones, need no logits.
+    """
+
+    places: list[int]
+    request_ids: list[str]
+    rows: list[int]
+    token_rows: list[int]
+    num_best: int
+
+
 @dataclass(slots=True)
 class InputBatch:
     """One step in batch order, by place unless a line says otherwise.
 
-    Lists and not arrays: a step has few requests, and each small array operation costs as much as a dozen of them.
+    Lists and not arrays: a step has few requests, and each small array operation costs as much as a dozen of them. A
+    step of the same streams as the one before shares its lists, so nobody changes them.
 
     Attributes:
         rows: ``req_idx`` (the ``idx_mapping``).
+        query_lens: tokens computed in this step.
         seq_lens: tokens computed after this step.
-        last_tokens: the token row of the last token.
-        sampled_places: places whose last known token is computed in this step, ascending.
+        lora_names: adapters.
+        sampled: places whose last known token is computed in this step.
         prompt_rows: prompt log-probabilities to compute.
         uniform_query_len: the query length of every place, or 0 when they differ.
     """
 
     request_ids: list[str]
     rows: list[int]
+    query_lens: list[int]
     seq_lens: list[int]
-    last_tokens: list[int]
-    sampled_places: list[int]
+    lora_names: list[str | None]
+    sampled: SampledRows
     prompt_rows: list[PromptRows]
     num_tokens: int
     max_query_len: int
@@ -105,8 +126,16 @@ class InputBatch:
         return len(self.request_ids)
 
 
-def prepare_inputs(step: SchedulerOutput, states: RequestStates, inputs: StepInputs) -> InputBatch:
-    """Fill the buffers for a step whose rows and tables are up to date."""
+def prepare_inputs(
+    step: SchedulerOutput, states: RequestStates, inputs: StepInputs, before: InputBatch | None
+) -> InputBatch:
+    """Fill the buffers for a step whose rows and tables are up to date.
+
+    Args:
+        before: the step before, if nothing has failed since.
+    """
+    if before is not None and _goes_on(step, before):
+        return _advance(before, step.cached.num_computed_tokens, inputs)
     computed_of = dict(zip(step.cached.request_ids, step.cached.num_computed_tokens, strict=True))
     for request in step.new:
         computed_of[request.request_id] = request.num_computed_tokens
@@ -118,18 +147,71 @@ def prepare_inputs(step: SchedulerOutput, states: RequestStates, inputs: StepInp
     rows = [states.row(request_id) for request_id in request_ids]
     computed = [computed_of[request_id] for request_id in request_ids]
     num_tokens = inputs.fill(rows, computed, query_lens)
-    seq_lens = [before + count for before, count in zip(computed, query_lens, strict=True)]
-    given = states.num_given
-    return InputBatch(
+    seq_lens = [had + count for had, count in zip(computed, query_lens, strict=True)]
+    batch = InputBatch(
         request_ids=request_ids,
         rows=rows,
+        query_lens=query_lens,
         seq_lens=seq_lens,
-        last_tokens=[end - 1 for end in accumulate(query_lens)],
-        sampled_places=[place for place, row in enumerate(rows) if seq_lens[place] >= given[row]],
+        lora_names=[states.lora_names[row] for row in rows],
+        sampled=_NOBODY,
         prompt_rows=_find_prompt_rows(states, rows, computed, seq_lens),
         num_tokens=num_tokens,
         max_query_len=longest,
         uniform_query_len=longest if shortest == longest else 0,
+    )
+    batch.sampled = _find_sampled(batch, states, frozenset(step.grammar))
+    return batch
+
+
+_NOBODY = SampledRows([], [], [], [], 0)
+
+
+def _goes_on(step: SchedulerOutput, before: InputBatch) -> bool:
+    """Whether a step is another token for each of the streams of the step before, which sampled all of them."""
+    return (
+        before.uniform_query_len == 1
+        and before.num_reqs == step.total_num_scheduled_tokens == len(before.sampled.places)
+        and not (step.new or step.preempted or step.grammar)
+        and step.cached.request_ids == before.request_ids
+        and len(step.num_scheduled_tokens) == before.num_reqs
+    )
+
+
+def _advance(before: InputBatch, computed: list[int], inputs: StepInputs) -> InputBatch:
+    """The next step of the same streams: they stand where they stood, and their prompts are behind them."""
+    inputs.fill(before.rows, computed, before.query_lens)
+    return InputBatch(
+        request_ids=before.request_ids,
+        rows=before.rows,
+        query_lens=before.query_lens,
+        seq_lens=[had + 1 for had in computed],
+        lora_names=before.lora_names,
+        sampled=before.sampled,
+        prompt_rows=[],
+        num_tokens=before.num_tokens,
+        max_query_len=1,
+        uniform_query_len=1,
+    )
+
+
+def _find_sampled(batch: InputBatch, states: RequestStates, masked: Collection[str]) -> SampledRows:
+    """``masked`` are the requests under a grammar."""
+    given, takes_best = states.num_given, states.sampling.takes_best
+    best: list[int] = []
+    others: list[int] = []
+    for place, row in enumerate(batch.rows):
+        if batch.seq_lens[place] < given[row]:
+            continue
+        (best if takes_best[row] and batch.request_ids[place] not in masked else others).append(place)
+    places = best + others
+    ends = list(accumulate(batch.query_lens))
+    return SampledRows(
+        places=places,
+        request_ids=[batch.request_ids[place] for place in places],
+        rows=[batch.rows[place] for place in places],
+        token_rows=[ends[place] - 1 for place in places],
+        num_best=len(best),
     )
 
 

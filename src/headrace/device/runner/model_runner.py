@@ -34,10 +34,11 @@ from headrace.device.runner.graphs import (
     ForwardInputs,
     ForwardModel,
     GraphRunner,
+    HeadRows,
     dispatch,
 )
 from headrace.device.runner.hooks import RunnerHooks
-from headrace.device.runner.input_batch import InputBatch, InputBuffers, prepare_inputs
+from headrace.device.runner.input_batch import InputBatch, InputBuffers, SampledRows, prepare_inputs
 from headrace.device.runner.kv_memory import KVMemory
 from headrace.device.runner.prompt_logprobs import compute_prompt_logprobs
 from headrace.device.runner.request_states import RequestStates
@@ -57,9 +58,9 @@ class RunnerLimits:
     vocab_size: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ExecuteModelState:
-    """A forward that waits for its sampling."""
+    """A forward that waits for its sampling; nobody changes it."""
 
     batch: InputBatch
     hidden: torch.Tensor
@@ -111,6 +112,8 @@ class ModelRunner:
         self._inputs = ops.make_step_inputs(self.buffers.memory(self.states.token_ids, self.tables))
         self._sampler = Sampler(self.states.sampling, self.states.token_ids, self.states.num_prompt, ops.sampling)
         self._state: ExecuteModelState | None = None
+        self._batch: InputBatch | None = None
+        self._dispatched: tuple[BatchDescriptor, Dispatch] | None = None
 
     def capture_graphs(self) -> CapturedGraphs:
         """Record what can be replayed, once, before the first step."""
@@ -131,6 +134,7 @@ class ModelRunner:
             stage takes.
         """
         self._state = None
+        before, self._batch = self._batch, None
         start = self._clock.monotonic()
         self._apply_changes(step)
         self._hooks.encoder.run(step)
@@ -138,18 +142,24 @@ class ModelRunner:
             self._hooks.connector.before_forward(step.connector)
             connector = self._hooks.connector.after_forward()
             return ModelRunnerOutput(request_ids=[], sampled_token_ids=[], connector=connector)
-        batch = prepare_inputs(step, self.states, self._inputs)
+        batch = prepare_inputs(step, self.states, self._inputs, before)
         choice = self._dispatch(batch)
         if choice.num_tokens > batch.num_tokens:
             self._inputs.pad(batch.num_reqs, batch.num_tokens, choice.num_tokens)
         prepared = self._clock.monotonic()
         self._faults.raise_if_due("forward", batch.request_ids, batch.seq_lens)
         self._hooks.connector.before_forward(step.connector)
-        inputs = ForwardInputs(choice.num_tokens, batch.num_reqs, lambda: self._make_tensors(batch, choice.num_tokens))
+        inputs = ForwardInputs(
+            choice.num_tokens,
+            batch.num_reqs,
+            lambda: self._make_tensors(batch, choice.num_tokens),
+            _cut_head(batch.sampled, 0),
+        )
         hidden = self._graphs.run(choice, inputs, intermediate)
         connector = self._hooks.connector.after_forward()
         if isinstance(hidden, IntermediateTensors):
             return hidden
+        self._batch = batch
         self._state = ExecuteModelState(
             batch=batch,
             hidden=hidden,
@@ -173,25 +183,25 @@ class ModelRunner:
         batch = state.batch
         self._faults.raise_if_due("sample", batch.request_ids, batch.seq_lens)
         hidden = self._hooks.pipeline.receive(state.hidden)
-        masked = set(grammar.request_ids) if grammar is not None else set()
-        places, num_best = self._order_places(batch, masked)
-        rows, positions = [batch.rows[place] for place in places], [batch.seq_lens[place] for place in places]
-        names = [batch.request_ids[place] for place in places]
-        meta = SamplingMetadata(rows, positions, _masks_by_place(names, grammar))
-        sampled = self._sample_rows(hidden, [batch.last_tokens[place] for place in places], num_best, meta, names)
+        sampled, names = batch.sampled, batch.sampled.request_ids
+        positions = [batch.seq_lens[place] for place in sampled.places]
+        meta = SamplingMetadata(sampled.rows, positions, _masks_by_place(sampled, grammar))
+        output = self._sample_rows(hidden, sampled, meta)
         prompt_logprobs, errors = compute_prompt_logprobs(batch, hidden, self.states, self._model, self._ops)
-        errors |= {names[i]: message for i, message in sampled.errors.items()}
+        errors |= {names[i]: message for i, message in output.errors.items()}
         tokens: list[list[int]] = [[] for _ in batch.request_ids]
-        for i, token in enumerate(sampled.token_ids):
+        for place, name, row, position, token in zip(
+            sampled.places, names, sampled.rows, positions, output.token_ids, strict=True
+        ):
             if token == NO_TOKEN:
                 continue
-            self.states.write_sampled(rows[i], positions[i], token)
-            if names[i] not in errors:
-                tokens[places[i]] = [token]
+            self.states.write_sampled(row, position, token)
+            if name not in errors:
+                tokens[place] = [token]
         return ModelRunnerOutput(
             request_ids=batch.request_ids,
             sampled_token_ids=tokens,
-            logprobs={names[i]: [entry] for i, entry in sampled.logprobs.items()},
+            logprobs={names[i]: [entry] for i, entry in output.logprobs.items()},
             prompt_logprobs=prompt_logprobs,
             drafts=self._hooks.drafter.propose(batch, hidden),
             errors=errors,
@@ -217,18 +227,22 @@ class ModelRunner:
             self._faults.add(request)
             self.tables.stage_row(self.states.add(request), request.block_ids)
         cached = step.cached
-        for request_id, computed in zip(cached.request_ids, cached.num_computed_tokens, strict=True):
-            new_blocks = cached.new_block_ids.get(request_id)
-            if new_blocks is not None:
-                self.tables.stage_append(self.states.row(request_id), new_blocks, computed)
+        if cached.new_block_ids:
+            for request_id, computed in zip(cached.request_ids, cached.num_computed_tokens, strict=True):
+                new_blocks = cached.new_block_ids.get(request_id)
+                if new_blocks is not None:
+                    self.tables.stage_append(self.states.row(request_id), new_blocks, computed)
         self.tables.apply_staged()
         self._memory.zero(step.kv.zero)
         self._memory.copy(step.kv.copy)
 
     def _dispatch(self, batch: InputBatch) -> Dispatch:
-        has_lora = self._hooks.lora.apply([self.states.lora_names[row] for row in batch.rows])
-        descriptor = BatchDescriptor(batch.num_tokens, batch.num_reqs, batch.uniform_query_len, has_lora)
-        return dispatch(self._hooks.batch_sync.sync_batch(descriptor), self._graphs.captured)
+        has_lora = self._hooks.lora.apply(batch.lora_names)
+        own = BatchDescriptor(batch.num_tokens, batch.num_reqs, batch.uniform_query_len, has_lora)
+        descriptor = self._hooks.batch_sync.sync_batch(own)
+        if self._dispatched is None or self._dispatched[0] != descriptor:
+            self._dispatched = (descriptor, dispatch(descriptor, self._graphs.captured))
+        return self._dispatched[1]
 
     def _make_tensors(self, batch: InputBatch, num_tokens: int) -> tuple[torch.Tensor, ForwardContext]:
         """Token ids and context of a step for the model itself."""
@@ -244,40 +258,37 @@ class ModelRunner:
             progress=self._progress,
         )
 
-    def _order_places(self, batch: InputBatch, masked: set[str]) -> tuple[list[int], int]:
-        """The sampled places, first those that need only their best token, and how many these are."""
-        rows, takes_best = batch.rows, self.states.sampling.takes_best
-        best, others = [], []
-        for place in batch.sampled_places:
-            if takes_best[rows[place]] and not (masked and batch.request_ids[place] in masked):
-                best.append(place)
-            else:
-                others.append(place)
-        return best + others, len(best)
-
-    def _sample_rows(
-        self, hidden: torch.Tensor, token_rows: list[int], num_best: int, meta: SamplingMetadata, names: list[str]
-    ) -> SamplerOutput:
+    def _sample_rows(self, hidden: torch.Tensor, sampled: SampledRows, meta: SamplingMetadata) -> SamplerOutput:
         """Sample rows of ``hidden``, as many at once as logits may be held."""
         whole = SamplerOutput([])
-        struck = self._faults.take_due("logits", names, meta.positions)
+        num_rows = len(sampled.places)
+        struck = self._faults.take_due("logits", sampled.request_ids, meta.positions)
         first = 0
-        while first < len(names):
-            end = max(first, num_best) + MAX_LOGIT_ROWS
-            head = self._graphs.run_head(hidden, token_rows[first:end], max(0, num_best - first))
+        while first < num_rows:
+            rows, num_best = _cut_head(sampled, first)
+            end = first + len(rows)
+            head = self._graphs.run_head(hidden, rows, num_best)
             for place in struck:
                 if first <= place < end:
                     head.peaks[place - first] = np.nan
-            part = meta if end >= len(names) > 0 == first else meta.slice(first, end)
+            part = meta if len(rows) == num_rows else meta.slice(first, end)
             whole.extend(self._sampler.sample(head, part))
             first = end
         return whole
 
 
-def _masks_by_place(names: list[str], grammar: GrammarOutput | None) -> dict[int, np.ndarray]:
+def _cut_head(sampled: SampledRows, first: int) -> HeadRows:
+    """The rows from ``first`` on whose head is run at once."""
+    end = max(first, sampled.num_best) + MAX_LOGIT_ROWS
+    return HeadRows(sampled.token_rows[first:end], max(0, sampled.num_best - first))
+
+
+def _masks_by_place(sampled: SampledRows, grammar: GrammarOutput | None) -> dict[int, np.ndarray]:
     """Bitmask words of the sampled places that are under a grammar."""
     if grammar is None or not grammar.request_ids:
         return {}
     words = np.frombuffer(grammar.bitmask, dtype=np.int32).reshape(-1, grammar.num_words)
     mask_of = dict(zip(grammar.request_ids, words, strict=True))
-    return {place: mask_of[name] for place, name in enumerate(names) if name in mask_of}
+    masks = {place: mask_of[name] for place, name in enumerate(sampled.request_ids) if name in mask_of}
+    assert all(place >= sampled.num_best for place in masks), "the step names its rows under a grammar"
+    return masks

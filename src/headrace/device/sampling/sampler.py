@@ -31,25 +31,25 @@ class RowError(Exception):
     """A row that cannot be sampled; the message is the cause that the client sees."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class HeadOutput:
     """What the head tells of some rows; valid until the next forward.
 
     Attributes:
-        best: int array, the id of each row's greatest logit, the lowest of equals.
-        peaks: float32, its value; not finite when one of the row's logits is NaN or infinite.
+        best: the id of each row's greatest logit, the lowest of equals.
+        peaks: its value; not finite when one of the row's logits is NaN or infinite.
         logits: float32 ``[R, V]`` of the last rows; those before them asked for nothing but their best.
     """
 
-    best: np.ndarray
-    peaks: np.ndarray
+    best: list[int]
+    peaks: list[float]
     logits: np.ndarray
 
     @classmethod
     def of_logits(cls, logits: np.ndarray) -> HeadOutput:
         """All rows in full. An arg max lands on NaN or infinity if there is one."""
         best = logits.argmax(axis=1)
-        return cls(best, logits[np.arange(len(logits)), best], logits)
+        return cls(best.tolist(), logits[np.arange(len(logits)), best].tolist(), logits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +109,8 @@ class Sampler:
 
     def sample(self, head: HeadOutput, meta: SamplingMetadata) -> SamplerOutput:
         """Sample every row of ``head`` (not changed); rows without logits take their best."""
-        output = SamplerOutput(head.best.tolist())
-        for place, peak in enumerate(head.peaks.tolist()):
+        output = SamplerOutput(list(head.best))
+        for place, peak in enumerate(head.peaks):
             if not math.isfinite(peak):
                 output.token_ids[place] = NO_TOKEN
                 output.errors[place] = NON_FINITE
@@ -120,7 +120,7 @@ class Sampler:
                 continue
             output.token_ids[place] = NO_TOKEN
             try:
-                token = self._choose(row, int(head.best[place]), place, meta)
+                token = self._choose(row, head.best[place], place, meta)
                 wanted = int(self._rows.num_logprobs[meta.req_idx[place]])
                 if wanted != NO_LOGPROBS:
                     output.logprobs[place] = self._kernels.token_logprobs(row, token, wanted)

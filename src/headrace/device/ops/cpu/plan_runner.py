@@ -27,6 +27,7 @@ from headrace.device.runner.graphs import (
     ForwardInputs,
     ForwardModel,
     GraphMode,
+    HeadRows,
     run_head_eagerly,
 )
 from headrace.device.sampling.sampler import HeadOutput
@@ -39,10 +40,13 @@ class _HeadPlan:
 
     def __init__(self, recorder: Recorder, index: torch.Tensor, head: HeadBuffers) -> None:
         assert isinstance(recorder.pieces[0], _native.Plan)
-        self.plan = recorder.pieces[0]
-        self.recorder = recorder
-        self.index = index.numpy()
-        self.best, self.peaks, self.logits = head.best, head.peaks, head.logits.numpy()
+        # The plan reads and writes the buffers by address.
+        self.recorder, self.index, self.buffers = recorder, index, head
+        self.replay = _native.HeadReplay(recorder.pieces[0], index.numpy(), head.best, head.peaks).replay
+        self.logits = head.logits.numpy()
+        self.no_logits = self.logits[:0]
+        self.ready: tuple[HeadRows, list[int], list[float]] | None = None
+        """What was run with the last forward, and the best token and its logit of each row."""
 
 
 def _capture_head(model: ForwardModel, ops: NativeOps, hidden: torch.Tensor, max_reqs: int) -> _HeadPlan | None:
@@ -77,6 +81,7 @@ class PlanRunner:
         self._recorder: Recorder | None = None
         self._hidden: torch.Tensor | None = None
         self._shown: torch.Tensor | None = None
+        self._num_shown = 0
         self._head: _HeadPlan | None = None
         self._context: ForwardContext | None = None
         self.captured = CapturedGraphs()
@@ -132,10 +137,34 @@ class PlanRunner:
         self, choice: Dispatch, inputs: ForwardInputs, intermediate: IntermediateTensors | None
     ) -> torch.Tensor | IntermediateTensors:
         """The model's forward; see `GraphRunner.run`."""
+        if self._head is not None:
+            self._head.ready = None
         if choice.mode is GraphMode.EAGER:
             return self._model.forward(*inputs.make(), intermediate)
         assert self._recorder is not None
         assert self._hidden is not None
+        if len(self._recorder.pieces) == 1:
+            self._replay(inputs)
+        else:
+            self._replay_pieces(inputs)
+        if self._num_shown != inputs.num_tokens:
+            self._num_shown, self._shown = inputs.num_tokens, self._hidden[: inputs.num_tokens]
+        assert self._shown is not None
+        return self._shown
+
+    def _replay(self, inputs: ForwardInputs) -> None:
+        """The one plan, and the head in the same call, so that threads have no time to fall asleep between them."""
+        assert self._recorder is not None
+        (plan,), head = self._recorder.pieces, self._head
+        assert isinstance(plan, _native.Plan)
+        if head is None or not inputs.head.rows:
+            plan.replay(self._ops.team, inputs.num_tokens, inputs.num_reqs)
+            return
+        best, peaks = head.replay(self._ops.team, plan, inputs.num_tokens, inputs.num_reqs, *inputs.head)
+        head.ready = (inputs.head, best, peaks)
+
+    def _replay_pieces(self, inputs: ForwardInputs) -> None:
+        assert self._recorder is not None
         assert self._context is not None
         for piece in self._recorder.pieces:
             if isinstance(piece, _native.Plan):
@@ -143,18 +172,19 @@ class PlanRunner:
             else:
                 piece.run(inputs.num_tokens)
                 self._context.progress.advance()
-        if self._shown is None or len(self._shown) != inputs.num_tokens:
-            self._shown = self._hidden[: inputs.num_tokens]
-        return self._shown
 
     def run_head(self, hidden: torch.Tensor, rows: list[int], num_best: int) -> HeadOutput:
         """The head of some rows; see `GraphRunner.run_head`."""
-        head, count = self._head, len(rows)
+        head = self._head
         if head is None or hidden is not self._shown:
             return run_head_eagerly(self._model, self._ops, hidden, rows)
-        head.index[:count] = rows
-        head.plan.replay(self._ops.team, len(hidden), 0, count, num_best)
-        return HeadOutput(head.best[:count], head.peaks[:count], head.logits[: count - num_best])
+        if head.ready is not None and head.ready[0] == (rows, num_best):
+            _, best, peaks = head.ready
+        else:
+            head.ready = None
+            best, peaks = head.replay(self._ops.team, None, self._num_shown, 0, rows, num_best)
+        num_logits = len(rows) - num_best
+        return HeadOutput(best, peaks, head.logits[:num_logits] if num_logits else head.no_logits)
 
 
 def _smaller(ctx: ForwardContext) -> ForwardContext:
