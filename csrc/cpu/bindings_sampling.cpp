@@ -82,6 +82,16 @@ struct HeadReplay {
     }
 };
 
+// Row, peak, temperature, top_k, least, top_p, seed, position.
+using DrawArguments = std::tuple<Row, float, float, int, float, double, uint64_t, uint64_t>;
+// Row, token, how many of the best.
+using LogprobArguments = std::tuple<Row, int, int>;
+
+template <class F> void for_each_row(Team& team, size_t count, F&& work) {
+    if (count == 1) return work(size_t(0));
+    team.run([&](int tid) { team.for_each(tid, int64_t(count), [&](int64_t i) { work(size_t(i)); }); });
+}
+
 // An array argument: of the right type and layout already, since its address is kept and not a converted copy's.
 constexpr auto array(const char* name) { return nb::arg(name).noconvert(); }
 
@@ -124,21 +134,28 @@ void bind_sampling(nb::module_& m) {
                                        int(x.shape(0)), repetition, frequency, presence);
     }, nb::arg("team"), array("x"), array("in_prompt"), array("counts"), nb::arg("repetition"), nb::arg("frequency"),
        nb::arg("presence"));
-    m.def("draw", [](const Team& team, const Floats& x, float peak, float temperature, int top_k, float least, double top_p,
-                     uint64_t seed, uint64_t position) {
-        const int n = int(x.shape(0));
-        require(n > 0 && temperature > 0, "a draw needs values and a temperature");
+    // Rows of several requests are pieces of the team.
+    m.def("draw", [](Team& team, const std::vector<DrawArguments>& rows) {
+        std::vector<int> tokens(rows.size());
+        for (const auto& [x, peak, temperature, top_k, least, top_p, seed, position] : rows)
+            require(x.shape(0) > 0 && temperature > 0, "a draw needs values and a temperature");
         nb::gil_scoped_release release;
-        team.kernels().scale_logits(x.data(), n, peak, temperature);
-        const Filters filters{top_k, least, top_p};
-        if (!filters.any(n)) return draw_token(team.kernels(), x.data(), n, seed, position);
-        return draw_among(x.data(), find_survivors(team.kernels(), x.data(), n, filters), seed, position);
-    }, nb::arg("team"), array("x"), nb::arg("peak"), nb::arg("temperature"), nb::arg("top_k"), nb::arg("least"),
-       nb::arg("top_p"), nb::arg("seed"), nb::arg("position"));
-    m.def("token_logprobs", [](const Team& team, const Row& x, int token, int num_best) {
-        const int n = int(x.shape(0));
-        require(token >= 0 && token < n && num_best >= 0, "no such token");
+        for_each_row(team, rows.size(), [&](size_t i) {
+            const auto& [x, peak, temperature, top_k, least, top_p, seed, position] = rows[i];
+            const Draw how{peak, temperature, {top_k, least, top_p}, seed, position};
+            tokens[i] = draw_row(team.kernels(), x.data(), int(x.shape(0)), how);
+        });
+        return tokens;
+    }, nb::arg("team"), nb::arg("rows"));
+    m.def("token_logprobs", [](Team& team, const std::vector<LogprobArguments>& rows) {
+        std::vector<std::tuple<std::vector<int32_t>, std::vector<double>, int>> found(rows.size());
+        for (const auto& [x, token, num_best] : rows)
+            require(token >= 0 && size_t(token) < x.shape(0) && num_best >= 0, "no such token");
         nb::gil_scoped_release release;
-        return token_logprobs(team.kernels(), x.data(), n, token, num_best);
-    }, nb::arg("team"), array("x"), nb::arg("token"), nb::arg("num_best"));
+        for_each_row(team, rows.size(), [&](size_t i) {
+            const auto& [x, token, num_best] = rows[i];
+            found[i] = token_logprobs(team.kernels(), x.data(), int(x.shape(0)), token, num_best);
+        });
+        return found;
+    }, nb::arg("team"), nb::arg("rows"));
 }

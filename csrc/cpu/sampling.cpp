@@ -173,6 +173,14 @@ std::vector<int32_t> find_survivors(const Kernels& kernels, const float* x, int 
     return places;
 }
 
+int draw_row(const Kernels& kernels, const float* x, int n, const Draw& how) {
+    thread_local std::vector<float> scaled;
+    scaled.assign(x, x + n);
+    kernels.scale_logits(scaled.data(), n, how.peak, how.temperature);
+    if (!how.filters.any(n)) return draw_token(kernels, scaled.data(), n, how.seed, how.position);
+    return draw_among(scaled.data(), find_survivors(kernels, scaled.data(), n, how.filters), how.seed, how.position);
+}
+
 std::tuple<std::vector<int32_t>, std::vector<double>, int> token_logprobs(const Kernels& kernels, const float* x, int n, int token,
                                                                            int num_best) {
     const Row row(kernels, x, n);

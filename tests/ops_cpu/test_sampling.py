@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from headrace.device.ops.cpu.ops import available_isas
-from headrace.device.sampling.kernels import NumpySampling, Penalties, Shape
+from headrace.device.sampling.kernels import Draw, NumpySampling, Penalties, Shape, WantedLogprobs
 from headrace.device.sampling.noise import hash_tokens, make_key, make_noise
 from tests.ops_cpu.conftest import make_ops
 
@@ -52,11 +52,27 @@ def test_each_part_equals_its_twin(isa, width, part) -> None:
             top_k = int(rng.choice([0, 1, 2, 5, 50, 1000, 9999]))
             temperature, seed = float(np.float32(rng.uniform(0.05, 2))), int(rng.integers(-(1 << 63), 1 << 63))
             asked = (float(x.max()), Shape(temperature, min_p, top_k, top_p), seed, trial)
-            assert native.draw(got, *asked) == TWIN.draw(want, *asked), asked
+            assert native.draw([Draw(got, *asked)]) == TWIN.draw([Draw(want, *asked)]), asked
         else:
             token, best = int(rng.integers(width)), int(rng.choice([0, 1, 3, 20, width, -1]))
-            assert native.token_logprobs(x, token, best) == TWIN.token_logprobs(x, token, best)
+            asked = [WantedLogprobs(x, token, best)]
+            assert native.token_logprobs(asked) == TWIN.token_logprobs(asked)
         assert np.array_equal(got, want)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_rows_side_by_side_give_what_each_gives_alone(threads) -> None:
+    rng = np.random.default_rng(5)
+    native = make_ops(threads).sampling
+    for count in (1, 2, 3, 8, 40):
+        rows = [_row(rng, 3000, float(rng.choice([0.01, 1.0, 4.0]))) for _ in range(count)]
+        before = [row.copy() for row in rows]
+        hows = [Shape(0.8, *rest) for rest in ((0.0, 0, 1.0), (0.05, 0, 1.0), (0.0, 50, 0.9), (0.0, 0, 0.9))]
+        draws = [Draw(row, float(row.max()), hows[i % 4], 7 + i, 100 + i) for i, row in enumerate(rows)]
+        assert native.draw(draws) == [token for draw in draws for token in TWIN.draw([draw])]
+        wanted = [WantedLogprobs(row, int(np.argmax(row)), i % 5) for i, row in enumerate(rows)]
+        assert native.token_logprobs(wanted) == TWIN.token_logprobs(wanted)
+        assert all(np.array_equal(a, b) for a, b in zip(rows, before, strict=True))
 
 
 @pytest.mark.parametrize("spread", [0.0, 0.01, 1.0, 3.0, 30.0])
@@ -68,7 +84,8 @@ def test_a_draw_takes_the_greatest_sum_of_logit_and_noise(spread) -> None:
         seed = int(rng.integers(-(1 << 63), 1 << 63))
         scaled = x - x.max()
         scores = scaled.astype(np.float64) + make_noise(hash_tokens(make_key(seed, 3), np.arange(width)))
-        assert native.draw(x, float(x.max()), Shape(1.0, 0.0, 0, 1.0), seed, 3) == int(scores.argmax())
+        drawn = native.draw([Draw(x, float(x.max()), Shape(1.0, 0.0, 0, 1.0), seed, 3)])
+        assert drawn == [int(scores.argmax())]
 
 
 def test_log_probabilities_are_those_of_a_softmax() -> None:
@@ -77,7 +94,7 @@ def test_log_probabilities_are_those_of_a_softmax() -> None:
     wide = row.astype(np.float64)
     expected = wide - wide.max() - np.log(np.exp(wide - wide.max()).sum())
     order = np.lexsort((np.arange(len(row)), -wide))
-    entry = make_ops().sampling.token_logprobs(row, 77, 9)
+    (entry,) = make_ops().sampling.token_logprobs([WantedLogprobs(row, 77, 9)])
     assert entry.token_ids == [77, *order[:9].tolist()]
     assert np.allclose(entry.logprobs, expected[entry.token_ids], atol=2e-6)
     assert entry.rank == 1 + int(np.flatnonzero(order == 77)[0])
@@ -90,4 +107,4 @@ def test_what_does_not_fit_is_an_error() -> None:
     with pytest.raises(ValueError, match="one count per token"):
         native.apply_penalties(x, np.zeros(64, dtype=bool), np.zeros(65, dtype=np.int32), Penalties(1.1, 0.0, 0.0))
     with pytest.raises(ValueError, match="no such token"):
-        native.token_logprobs(x, 65, 0)
+        native.token_logprobs([WantedLogprobs(x, 0, 0), WantedLogprobs(x, 65, 0)])

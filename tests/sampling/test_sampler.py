@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 
-from headrace.device.sampling.kernels import NumpySampling
+from headrace.device.sampling.kernels import Draw, NumpySampling, SamplingKernels, WantedLogprobs
 from headrace.device.sampling.noise import hash_tokens, make_key, make_noise
 from headrace.device.sampling.rows import SamplingRows
 from headrace.device.sampling.sampler import NO_TOKEN, HeadOutput, Sampler, SamplerOutput, SamplingMetadata
+from headrace.messages.runner_output import TokenLogprobs
 from headrace.messages.sampling_params import SamplingParams
 from headrace.messages.scheduler_output import NewRequest
 
@@ -22,11 +24,13 @@ EOS = 5
 class Bench:
     """Rows with random histories."""
 
-    def __init__(self, max_rows: int = 16, vocab: int = VOCAB, width: int = 64) -> None:
+    def __init__(
+        self, max_rows: int = 16, vocab: int = VOCAB, width: int = 64, kernels: SamplingKernels | None = None
+    ) -> None:
         self.rows = SamplingRows(max_rows, vocab)
         self.token_ids = np.zeros((max_rows, width), dtype=np.int32)
         self.num_prompt = np.zeros(max_rows, dtype=np.int32)
-        self.sampler = Sampler(self.rows, self.token_ids, self.num_prompt, NumpySampling())
+        self.sampler = Sampler(self.rows, self.token_ids, self.num_prompt, kernels or NumpySampling())
         self.requests: dict[int, NewRequest] = {}
 
     def add(self, row: int, tokens: list[int], num_prompt: int, bad_words: Any = (), **params: Any) -> None:
@@ -267,6 +271,40 @@ def test_an_exception_ends_only_its_row() -> None:
     output = bench.sample(logits, [0, 1], {1: np.zeros(2, dtype=np.int32)})
     assert output.token_ids[0] == 0
     assert output.errors[1].startswith("sampling failed")
+
+
+class Choosy(NumpySampling):
+    """Refuses one row, whoever is with it."""
+
+    def __init__(self, peak: float) -> None:
+        self.peak = peak
+
+    def draw(self, rows: Sequence[Draw]) -> list[int]:
+        if any(row.peak == self.peak for row in rows):
+            raise MemoryError("no room")
+        return super().draw(rows)
+
+    def token_logprobs(self, rows: Sequence[WantedLogprobs]) -> list[TokenLogprobs]:
+        if any(row.row.max() == self.peak for row in rows):
+            raise MemoryError("no room")
+        return super().token_logprobs(rows)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_work_on_many_rows_fails_for_the_row_that_causes_it(temperature: float) -> None:
+    logits = np.random.default_rng(3).standard_normal((4, VOCAB)).astype(np.float32)
+    logits[2, 5] = 50.0
+    outputs = []
+    for kernels in (NumpySampling(), Choosy(50.0)):
+        bench = Bench(kernels=kernels)
+        for row in range(4):
+            bench.add(row, [1], 1, temperature=temperature, logprobs=1, **({"min_tokens": 3} if row == 3 else {}))
+        outputs.append(bench.sample(logits, [0, 1, 2, 3]))
+    fine, output = outputs
+    assert not fine.errors
+    assert output.errors == {2: "sampling failed: MemoryError: no room"}
+    assert output.token_ids == [*fine.token_ids[:2], NO_TOKEN, fine.token_ids[3]]
+    assert output.logprobs == {place: entry for place, entry in fine.logprobs.items() if place != 2}
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

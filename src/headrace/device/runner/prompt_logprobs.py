@@ -9,6 +9,7 @@ from headrace.device.ops.interface import Ops
 from headrace.device.runner.graphs import ForwardModel
 from headrace.device.runner.input_batch import InputBatch, PromptRows
 from headrace.device.runner.request_states import RequestStates
+from headrace.device.sampling.kernels import WantedLogprobs
 from headrace.messages.runner_output import PromptLogprobs, TokenLogprobs
 
 SLICE_ROWS = 32
@@ -42,8 +43,8 @@ def _compute_entries(
         count = min(SLICE_ROWS, wanted.count - first)
         index = torch.arange(count, dtype=torch.int32) + (wanted.first_row + first)
         logits = model.compute_logits(ops.gather_rows(hidden, index)).float().cpu().numpy()
-        for raw, token in zip(logits, tokens[first : first + count], strict=True):
-            if not np.isfinite(raw.max()):
-                raise FloatingPointError("the model produced logits that are not finite")
-            entries.append(ops.sampling.token_logprobs(raw, token, num_logprobs))
+        if not np.isfinite(logits.max()):
+            raise FloatingPointError("the model produced logits that are not finite")
+        pairs = zip(logits, tokens[first : first + count], strict=True)
+        entries += ops.sampling.token_logprobs([WantedLogprobs(raw, token, num_logprobs) for raw, token in pairs])
     return entries

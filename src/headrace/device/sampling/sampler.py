@@ -1,10 +1,10 @@
-"""Turns rows of logits into tokens, one row at a time.
+"""Turns rows of logits into tokens.
 
 Order per row: grammar mask, allowed ids, bias, min_tokens, penalties (repetition, then frequency and presence), bad
 words, temperature, min_p, top-k, top-p, Gumbel-max; temperature 0 takes the arg max after bad words.
 Log-probabilities are of the raw row, before the mask. Ties break to the lower id.
 
-Every row is worked on alone, in a scratch row at a fixed address, so its result does not depend on its batch mates;
+Every row is worked on alone, several side by side, so its result does not depend on its batch mates;
 rows that ask for nothing take the best token of the head and need no logits. A row that fails (non-finite logits,
 nothing left to choose from, any exception) gets an error and no token; the others go on.
 """
@@ -12,17 +12,21 @@ nothing left to choose from, any exception) gets an error and no token; the othe
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import numpy as np
 
 from headrace.base.logging import get_logger
 from headrace.device.sampling import processors
-from headrace.device.sampling.kernels import Penalties, SamplingKernels, Shape
+from headrace.device.sampling.kernels import Draw, Penalties, SamplingKernels, Shape, WantedLogprobs
 from headrace.device.sampling.rows import NO_LOGPROBS, RowExtras, SamplingRows
 from headrace.messages.runner_output import NO_TOKEN_LEFT, NON_FINITE, TokenLogprobs
 
 logger = get_logger(__name__)
+T = TypeVar("T")
+R = TypeVar("R")
 
 NO_TOKEN = -1
 
@@ -80,6 +84,14 @@ class SamplerOutput:
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
     errors: dict[int, str] = field(default_factory=dict)
 
+    def fail(self, place: int, error: Exception) -> None:
+        """A row is a request's border: whatever it raises ends this request alone."""
+        if not isinstance(error, RowError):
+            logger.error("sampling a row failed", exc_info=error)
+        self.token_ids[place] = NO_TOKEN
+        told = str(error) if isinstance(error, RowError) else f"sampling failed: {type(error).__name__}: {error}"
+        self.errors[place] = told
+
     def extend(self, part: SamplerOutput) -> None:
         """Take over the next places."""
         first = len(self.token_ids)
@@ -105,7 +117,8 @@ class Sampler:
         self._rows = rows
         self._token_ids = token_ids
         self._num_prompt = num_prompt
-        self._scratch = np.empty(rows.vocab_size, dtype=np.float32)
+        self._scratch: list[np.ndarray] = []
+        """One for each changed row that waits for its draw."""
 
     def sample(self, head: HeadOutput, meta: SamplingMetadata) -> SamplerOutput:
         """Sample every row of ``head`` (not changed); rows without logits take their best."""
@@ -115,41 +128,57 @@ class Sampler:
                 output.token_ids[place] = NO_TOKEN
                 output.errors[place] = NON_FINITE
         first = len(head.best) - len(head.logits)
+        draws: dict[int, Draw] = {}
         for place, row in enumerate(head.logits, first):
             if place in output.errors:
                 continue
-            output.token_ids[place] = NO_TOKEN
             try:
-                token = self._choose(row, head.best[place], place, meta)
-                wanted = int(self._rows.num_logprobs[meta.req_idx[place]])
-                if wanted != NO_LOGPROBS:
-                    output.logprobs[place] = self._kernels.token_logprobs(row, token, wanted)
-                output.token_ids[place] = token
-            except RowError as error:
-                output.errors[place] = str(error)
-            except Exception as error:  # A row is a request's border: whatever it raises ends this request alone.
-                logger.exception("sampling a row failed")
-                output.errors[place] = f"sampling failed: {type(error).__name__}: {error}"
+                chosen = self._choose(row, head.best[place], head.peaks[place], place, meta, len(draws))
+            except Exception as error:  # noqa: BLE001 - a row is a request's border
+                output.fail(place, error)
+            else:
+                if isinstance(chosen, Draw):
+                    draws[place] = chosen
+                else:
+                    output.token_ids[place] = chosen
+        for place, token in _do_rows(draws, self._kernels.draw, output).items():
+            output.token_ids[place] = token
+        wanted = {}
+        for place, row in enumerate(head.logits, first):
+            count = int(self._rows.num_logprobs[meta.req_idx[place]])
+            if count != NO_LOGPROBS and place not in output.errors:
+                wanted[place] = WantedLogprobs(row, output.token_ids[place], count)
+        output.logprobs = _do_rows(wanted, self._kernels.token_logprobs, output)
         return output
 
-    def _choose(self, row: np.ndarray, best: int, place: int, meta: SamplingMetadata) -> int:
+    def _choose(
+        self, row: np.ndarray, best: int, peak: float, place: int, meta: SamplingMetadata, num_draws: int
+    ) -> int | Draw:
+        """The row's token, or what it is to be drawn from."""
         index, position = meta.req_idx[place], meta.positions[place]
-        if self._rows.plain[index] and place not in meta.bitmasks:
-            return best
-        x = self._scratch
-        np.copyto(x, row)
-        if place in meta.bitmasks:
-            self._kernels.apply_bitmask(x, meta.bitmasks[place])
         extras = self._rows.extras[index]
-        if extras is not None:
-            self._apply_extras(x, extras, index, position)
-        best = int(x.argmax())
-        if x[best] == -np.inf:
+        if extras is not None or place in meta.bitmasks:
+            # Memory that nobody touches costs nothing: the scratch rows of unchanged rows.
+            while len(self._scratch) <= num_draws:
+                self._scratch.append(np.empty(self._rows.vocab_size, dtype=np.float32))
+            x = self._scratch[num_draws]
+            np.copyto(x, row)
+            if place in meta.bitmasks:
+                self._kernels.apply_bitmask(x, meta.bitmasks[place])
+            if extras is not None:
+                self._apply_extras(x, extras, index, position)
+            row, best = x, int(x.argmax())
+            peak = float(x[best])
+        if peak == -math.inf:
             raise RowError(NO_TOKEN_LEFT)
+        rows = self._rows
         # A repetition penalty near zero overflows: what is infinite has all the probability.
-        if self._rows.temperature[index] == 0.0 or x[best] == np.inf:
+        if rows.temperature[index] == 0.0 or peak == math.inf:
             return best
-        return self._draw(x, float(x[best]), index, position)
+        how = Shape(
+            float(rows.temperature[index]), float(rows.min_p[index]), int(rows.top_k[index]), float(rows.top_p[index])
+        )
+        return Draw(row, peak, how, int(rows.seed[index]), position)
 
     def _apply_extras(self, x: np.ndarray, extras: RowExtras, index: int, position: int) -> None:
         tokens = self._token_ids[index]
@@ -168,9 +197,19 @@ class Sampler:
         if extras.bad_words:
             processors.apply_bad_words(x, extras.bad_words, tokens[num_prompt:position])
 
-    def _draw(self, x: np.ndarray, peak: float, index: int, position: int) -> int:
-        rows = self._rows
-        how = Shape(
-            float(rows.temperature[index]), float(rows.min_p[index]), int(rows.top_k[index]), float(rows.top_p[index])
-        )
-        return self._kernels.draw(x, peak, how, int(rows.seed[index]), position)
+
+def _do_rows(rows: dict[int, T], work: Callable[[list[T]], list[R]], output: SamplerOutput) -> dict[int, R]:
+    """Do the work of all rows at once; should that fail, one by one, so that it fails for its culprit alone."""
+    if not rows:
+        return {}
+    try:
+        return dict(zip(rows, work(list(rows.values())), strict=True))
+    except Exception:
+        logger.warning("sampling %d rows at once failed", len(rows), exc_info=True)
+    done: dict[int, R] = {}
+    for place, row in rows.items():
+        try:
+            (done[place],) = work([row])
+        except Exception as error:  # noqa: BLE001 - a row is a request's border
+            output.fail(place, error)
+    return done

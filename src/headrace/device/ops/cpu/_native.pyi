@@ -1,5 +1,6 @@
 """Types of the extension module that `csrc/cpu/bindings.cpp` defines."""
 
+from collections.abc import Sequence
 from enum import Enum
 
 import numpy as np
@@ -156,15 +157,7 @@ def apply_penalties(
     frequency: float,
     presence: float,
 ) -> None: ...
-def draw(
-    team: Team,
-    x: np.ndarray,
-    peak: float,
-    temperature: float,
-    top_k: int,
-    least: float,
-    top_p: float,
-    seed: int,
-    position: int,
-) -> int: ...
-def token_logprobs(team: Team, x: np.ndarray, token: int, num_best: int) -> tuple[list[int], list[float], int]: ...
+def draw(team: Team, rows: list[tuple[np.ndarray, float, float, int, float, float, int, int]]) -> list[int]: ...
+def token_logprobs(
+    team: Team, rows: Sequence[tuple[np.ndarray, int, int]]
+) -> list[tuple[list[int], list[float], int]]: ...

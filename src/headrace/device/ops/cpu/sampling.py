@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from headrace.device.ops.cpu import _native
 from headrace.device.sampling.filters import least_of
-from headrace.device.sampling.kernels import Penalties, Shape
+from headrace.device.sampling.kernels import Draw, Penalties, WantedLogprobs
 from headrace.device.sampling.logprobs import make_token_logprobs
 from headrace.messages.runner_output import TokenLogprobs
 
@@ -15,7 +17,7 @@ class NativeSampling:
     """See `headrace.device.sampling.kernels.SamplingKernels`.
 
     Args:
-        team: whose instruction set is used; rows are worked on by the calling thread.
+        team: several rows are worked on side by side.
     """
 
     def __init__(self, team: _native.Team) -> None:
@@ -27,12 +29,17 @@ class NativeSampling:
     def apply_penalties(self, x: np.ndarray, in_prompt: np.ndarray, counts: np.ndarray, by: Penalties) -> None:
         _native.apply_penalties(self._team, x, in_prompt, counts, *by)
 
-    def draw(self, x: np.ndarray, peak: float, how: Shape, seed: int, position: int) -> int:
-        temperature, min_p, top_k, top_p = how
-        least = least_of(min_p)
-        return _native.draw(self._team, x, peak, temperature, top_k, least, top_p, seed % (1 << 64), position)
+    def draw(self, rows: Sequence[Draw]) -> list[int]:
+        return _native.draw(
+            self._team,
+            [
+                (x, peak, how.temperature, how.top_k, least_of(how.min_p), how.top_p, seed % (1 << 64), position)
+                for x, peak, how, seed, position in rows
+            ],
+        )
 
-    def token_logprobs(self, row: np.ndarray, token_id: int, num_logprobs: int) -> TokenLogprobs:
-        if not 0 <= num_logprobs < len(row):
-            return make_token_logprobs(row, token_id, num_logprobs)
-        return TokenLogprobs(*_native.token_logprobs(self._team, row, token_id, num_logprobs))
+    def token_logprobs(self, rows: Sequence[WantedLogprobs]) -> list[TokenLogprobs]:
+        if any(not 0 <= wanted.num_logprobs < len(wanted.row) for wanted in rows):
+            # The whole vocabulary.
+            return [make_token_logprobs(*row) for row in rows]
+        return [TokenLogprobs(*entry) for entry in _native.token_logprobs(self._team, list(rows))]
