@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from headrace.base.errors import ConfigError, ModelFileError, RequestFailedError
+from headrace.base.errors import ConfigError, EngineDeadError, ModelFileError, RequestFailedError
 from headrace.base.progress import ProgressWord
 from headrace.config.sections import CacheSection, EngineConfig, ParallelSection, SchedulerSection
 from headrace.control.kv_cache.planning import plan_kv_cache
 from headrace.device.platform.hardware import detect_hardware
+from headrace.device.runner.kv_memory import KVMemory
+from headrace.executor import worker
 from headrace.executor.base import ExecutorReady
 from headrace.executor.uniproc import UniprocExecutor, make_executor
 from headrace.messages.outputs import GraphSummary
@@ -145,6 +147,49 @@ def test_reload_replaces_weights_or_keeps_the_old_ones(engine: Engine, expected:
     assert engine.greedy("a", 10) == expected
     engine.executor.control(Reload())
     assert engine.greedy("b", 10) == expected
+
+
+class _NoRoom:
+    """Stands in for the memory of KV blocks; the first so many times there is none."""
+
+    def __init__(self, num_refusals: int) -> None:
+        self.num_refusals = num_refusals
+
+    def __call__(self, *args: Any) -> KVMemory:
+        if self.num_refusals:
+            self.num_refusals -= 1
+            raise MemoryError("no room")
+        return KVMemory(*args)
+
+
+def test_a_reload_without_room_for_blocks_leaves_the_old_weights_in_force(
+    engine: Engine, expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker, "KVMemory", _NoRoom(1))
+    with pytest.raises(MemoryError):
+        engine.executor.control(Reload())
+    assert engine.greedy("a", 10) == expected
+    engine.executor.control(Reload())
+    assert engine.greedy("b", 10) == expected
+
+
+def test_a_reload_without_any_way_back_is_the_end_with_its_cause(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker, "KVMemory", _NoRoom(2))
+    with pytest.raises(EngineDeadError, match="MemoryError: no room; restart"):
+        engine.executor.control(Reload())
+
+
+def test_waking_without_room_for_blocks_can_be_tried_again(
+    engine: Engine, expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine.executor.control(Sleep())
+    monkeypatch.setattr(worker, "KVMemory", _NoRoom(1))
+    with pytest.raises(MemoryError):
+        engine.executor.control(Wake())
+    engine.executor.control(Wake())
+    assert engine.greedy("a", 10) == expected
 
 
 def test_unknown_verbs_are_refused_by_name(engine: Engine, expected: list[int]) -> None:

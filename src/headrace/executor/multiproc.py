@@ -210,7 +210,10 @@ class MultiprocExecutor(Executor):
             return
         rank = min(failed)
         error = failed[rank]
-        if len(failed) < self._size and error.kind not in ("config", "model_file"):
+        if error.kind == "dead":
+            self._die(error.message)
+            pending.future.set_exception(EngineDeadError(str(self._dead_reason)))
+        elif len(failed) < self._size and error.kind not in ("config", "model_file"):
             self._die(f"worker {rank} failed alone: {error.message}")
             pending.future.set_exception(EngineDeadError(str(self._dead_reason)))
         else:

@@ -21,7 +21,7 @@ from headrace.messages.runner_output import ModelRunnerOutput
 from headrace.messages.scheduler_output import GrammarOutput, SchedulerOutput
 
 _LENGTH = struct.Struct("<Q")
-ErrorKind = Literal["config", "model_file", "request", "step"]
+ErrorKind = Literal["config", "model_file", "request", "step", "dead"]
 
 
 class Start(msgspec.Struct, frozen=True, tag=True):

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from headrace.base.clock import Clock
-from headrace.base.errors import ConfigError, RequestFailedError
+from headrace.base.errors import ConfigError, EngineDeadError, RequestFailedError
 from headrace.base.logging import get_logger
 from headrace.base.progress import ProgressWord
 from headrace.config.sections import EngineConfig
@@ -101,7 +101,7 @@ class Worker:
         loaded, config = self._loaded, self._config
         assert loaded is not None, "load comes first"
         self._plan = plan
-        self._runner = ModelRunner(
+        runner = ModelRunner(
             loaded.model,
             self._ops,
             self._make_graphs(loaded),
@@ -118,8 +118,9 @@ class Worker:
         )
         began = self._clock.monotonic()
         with torch.inference_mode():
-            graphs = summarize(self._runner.capture_graphs())
+            graphs = summarize(runner.capture_graphs())
         logger.info("graphs: %s (%s), %.0f ms", graphs.mode, graphs.reason, (self._clock.monotonic() - began) * 1e3)
+        self._runner = runner
         return graphs
 
     @torch.inference_mode()
@@ -205,18 +206,33 @@ class Worker:
             self.initialize_kv_cache(self._plan)
 
     def _reload(self, request: Reload) -> None:
-        """Weights of the same architecture; the old ones stay in force when the new ones cannot be loaded."""
+        """Weights of the same architecture; the old ones stay in force when the new ones cannot be used.
+
+        Raises:
+            EngineDeadError: there was not even room for the KV blocks that were there before.
+        """
         assert self._plan is not None
-        before = self._config
+        before, old = self._config, self._loaded
         if request.path is not None:
             self._config = replace(before, model_path=request.path)
         try:
             self._loaded = self._load_model()
+            self._runner = None
+            self.initialize_kv_cache(self._plan)
         except Exception:
-            self._config = before
+            self._config, self._loaded = before, old
+            if self._runner is None:
+                self._restore(self._plan)
             raise
-        self._runner = None
-        self.initialize_kv_cache(self._plan)
+
+    def _restore(self, plan: KVCacheConfig) -> None:
+        """Serve with the weights that are there, as before a reload that failed."""
+        try:
+            self.initialize_kv_cache(plan)
+        except Exception as error:
+            remedy = "restart the server, with less --kv-cache-memory or more memory"
+            reason = f"KV blocks could not be made again after a reload: {type(error).__name__}: {error}; {remedy}"
+            raise EngineDeadError(reason) from error
 
 
 class _LoadingBar:

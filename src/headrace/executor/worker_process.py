@@ -19,7 +19,7 @@ import msgspec
 import torch.distributed as dist
 
 from headrace.base.clock import SystemClock
-from headrace.base.errors import ConfigError, ModelFileError, RequestFailedError
+from headrace.base.errors import ConfigError, EngineDeadError, ModelFileError, RequestFailedError
 from headrace.base.logging import get_logger, setup_logging
 from headrace.base.progress import ProgressWord
 from headrace.device.distributed.groups import Group, ParallelGroups
@@ -104,6 +104,8 @@ def _kind_of(error: Exception) -> ErrorKind:
         return "model_file"
     if isinstance(error, ConfigError):
         return "config"
+    if isinstance(error, EngineDeadError):
+        return "dead"
     return "request" if isinstance(error, RequestFailedError) else "step"
 
 
