@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -37,12 +38,12 @@ class ImpatientInbox(Inbox):
 class Driven:
     """A core with its loop and everything that it sent."""
 
-    def __init__(self, hits: FakeHits | None = None) -> None:
+    def __init__(self, hits: FakeHits | None = None, at_rest: Sequence[Callable[[], None]] = ()) -> None:
         config = make_engine_config(pipeline_depth=2)
         clock = ManualClock()
         self.executor = SimulatedExecutor(config, clock=clock, connector=FakeWorkerConnector())
         connector = FakeConnector(3, hits) if hits is not None else None
-        self.core = EngineCore(config, self.executor, clock, connector=connector)
+        self.core = EngineCore(config, self.executor, clock, connector=connector, at_rest=at_rest)
         self.inbox = ImpatientInbox(self.core)
         self.sent: list[EngineCoreOutputs] = []
         self.progress = ProgressWord()
@@ -62,6 +63,15 @@ def test_it_never_waits_while_there_is_work_and_sleeps_when_there_is_none() -> N
     assert idle[0] == 0
     assert set(driven.inbox.waits[1 : idle[1]]) == {0.0}
     assert driven.progress.read() == len(driven.inbox.waits)
+
+
+def test_what_was_put_off_begins_once_and_only_at_rest() -> None:
+    seen: list[dict[str, FinishReason]] = []
+    driven = Driven(at_rest=[lambda: seen.append(driven.ends)])
+    driven.inbox.put(0, make_request("r", max_tokens=6))
+    driven.loop.run()
+    driven.core.rest()
+    assert seen == [{"r": FinishReason.LENGTH}]
 
 
 def test_it_waits_a_little_when_nothing_can_run() -> None:

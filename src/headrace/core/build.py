@@ -7,7 +7,6 @@ that merely starts cores.
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from importlib import import_module
 from typing import Any
@@ -23,8 +22,6 @@ from headrace.core.grammar_backend import LLGuidanceCompiler, TokenizerSource
 from headrace.core.watching import make_watching
 from headrace.executor.base import Executor
 from headrace.messages.outputs import CoreFailed
-
-IDLE_S = 0.5
 
 
 def load_factory(path: str) -> Callable[..., Executor]:
@@ -49,7 +46,7 @@ def build_core(
         config: resolved.
         executor: dotted path of its factory, which takes ``options``.
         progress: advances with every step.
-        prepares_grammars: once the core is idle, have a thread do what the first grammar would stall all others with.
+        prepares_grammars: once the core rests, have a thread do what the first grammar would stall all others with.
 
     Raises:
         ConfigError, ModelFileError: the operator's fault, with the remedy.
@@ -60,24 +57,12 @@ def build_core(
         watching = make_watching(config, clock)
         compiler = make_compiler(config, clock)
         grammar = GrammarManager(compiler, config.architecture.vocab_size)
-        core = EngineCore(config, made, clock, grammar=grammar, **watching.parts())
-        if prepares_grammars:
-            work = (core, compiler)
-            threading.Thread(target=_prepare_when_idle, args=work, name="grammar-prepare", daemon=True).start()
-        return core
+        prepare = threading.Thread(target=compiler.prepare, name="grammar-prepare", daemon=True)
+        at_rest = [prepare.start] if prepares_grammars else []
+        return EngineCore(config, made, clock, grammar=grammar, at_rest=at_rest, **watching.parts())
     except BaseException:
         made.shutdown()
         raise
-
-
-def _prepare_when_idle(core: EngineCore, compiler: LLGuidanceCompiler) -> None:
-    """Prepare grammars when there has been nothing to do for a while, so that the first requests are not in its way."""
-    idle_since = time.monotonic()
-    while time.monotonic() - idle_since < IDLE_S:
-        time.sleep(IDLE_S / 10)
-        if core.has_work:
-            idle_since = time.monotonic()
-    compiler.prepare()
 
 
 def make_compiler(config: EngineConfig, clock: Clock) -> LLGuidanceCompiler:

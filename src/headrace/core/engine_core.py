@@ -92,6 +92,7 @@ class EngineCore:
         make_scheduler: `Scheduler`, or one that is watched.
         after_step: called at the end of each step.
         closers: called when the core ends.
+        at_rest: called once, when the core has had nothing to do for a while; they return at once.
 
     Raises:
         ConfigError, ModelFileError: it cannot start, with the remedy.
@@ -111,6 +112,7 @@ class EngineCore:
         make_scheduler: Callable[..., Scheduler] = Scheduler,
         after_step: Sequence[Callable[[], None]] = (),
         closers: Sequence[Callable[[], None]] = (),
+        at_rest: Sequence[Callable[[], None]] = (),
     ) -> None:
         self.config = config
         self.state = CoreState.READY
@@ -122,6 +124,7 @@ class EngineCore:
         self._views = views or {}
         self._after_step = after_step
         self._closers = closers
+        self._at_rest = at_rest
         plan, self.ready, self._refused_attention = _start(executor, config, clock)
         depth = config.scheduler.pipeline_depth
         self.scheduler = make_scheduler(
@@ -234,6 +237,12 @@ class EngineCore:
         moved = (step, flight.step if flight is not None else None)
         self.stalled = not any(one is not None and one.num_scheduled_tokens for one in moved)
         return self._take_outbox()
+
+    def rest(self) -> None:
+        """There has been nothing to do for a while: begin what would be in the way of requests later."""
+        acts, self._at_rest = self._at_rest, ()
+        for act in acts:
+            act()
 
     def shutdown(self) -> None:
         """End the executor. Idempotent."""

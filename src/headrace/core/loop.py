@@ -4,8 +4,9 @@ Owns the order of one turn: take what came in, run a step, hand out what came of
 nothing of sockets: messages come from an `Inbox` and leave through ``send``. It ends when the core has stopped and
 raises when the core is beyond help.
 
-It never spins: with nothing to do it sleeps on the inbox (waking once a second to look after the workers), and when
-requests exist but none can run (KV on its way, grammar compiling) it looks again after a few milliseconds.
+It never spins: with nothing to do it sleeps on the inbox, waking once a second to look after the workers and to tell
+the core that it rests, and when requests exist but none can run (KV on its way, grammar compiling) it looks again after
+a few milliseconds.
 """
 
 from __future__ import annotations
@@ -86,7 +87,10 @@ class CoreLoop:
 
     def turn(self, wait_s: float) -> None:
         """One turn, waiting for messages at most ``wait_s`` before it."""
-        for client_index, message in self._inbox.take(wait_s):
+        messages = self._inbox.take(wait_s)
+        if wait_s == IDLE_S and not messages:
+            self._core.rest()
+        for client_index, message in messages:
             if isinstance(message, EngineCoreRequest):
                 self._core.add_request(message)
             else:
