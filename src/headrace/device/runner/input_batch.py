@@ -8,7 +8,7 @@ never change and a captured graph can read them.
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 
 from headrace.device.ops.interface import StepInputs, StepMemory, TableMemory
 from headrace.device.runner.block_tables import BlockTables
+from headrace.device.runner.graphs import MAX_LOGIT_ROWS, HeadRows
 from headrace.device.runner.request_states import RequestStates
 from headrace.messages.scheduler_output import SchedulerOutput
 
@@ -75,14 +76,15 @@ class PromptRows:
     count: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class SampledRows:
-    """Who is sampled in a step, first those that need no more than their best token.
+    """Who is sampled in a step, first those that need no more than their best token; nobody changes it.
 
     Attributes:
         places, request_ids, rows: in the order of sampling.
         token_rows: the token row of each one's last token.
         num_best: that many, the first ones, need no logits.
+        first_head: ``cut_head(0)``.
     """
 
     places: list[int]
@@ -90,6 +92,15 @@ class SampledRows:
     rows: list[int]
     token_rows: list[int]
     num_best: int
+    first_head: HeadRows = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.first_head = self.cut_head(0)
+
+    def cut_head(self, first: int) -> HeadRows:
+        """The rows from ``first`` on whose head is run at once: as many as logits may be held."""
+        end = max(first, self.num_best) + MAX_LOGIT_ROWS
+        return HeadRows(self.token_rows[first:end], max(0, self.num_best - first))
 
 
 @dataclass(slots=True)

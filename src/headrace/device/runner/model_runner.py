@@ -27,14 +27,12 @@ from headrace.device.runner.attn_inputs import prepare_attn, whole_buffers
 from headrace.device.runner.block_tables import BlockTables
 from headrace.device.runner.faults import FaultHook
 from headrace.device.runner.graphs import (
-    MAX_LOGIT_ROWS,
     BatchDescriptor,
     CapturedGraphs,
     Dispatch,
     ForwardInputs,
     ForwardModel,
     GraphRunner,
-    HeadRows,
     dispatch,
 )
 from headrace.device.runner.hooks import RunnerHooks
@@ -153,7 +151,7 @@ class ModelRunner:
             choice.num_tokens,
             batch.num_reqs,
             lambda: self._make_tensors(batch, choice.num_tokens),
-            _cut_head(batch.sampled, 0),
+            batch.sampled.first_head,
         )
         hidden = self._graphs.run(choice, inputs, intermediate)
         connector = self._hooks.connector.after_forward()
@@ -265,22 +263,17 @@ class ModelRunner:
         struck = self._faults.take_due("logits", sampled.request_ids, meta.positions)
         first = 0
         while first < num_rows:
-            rows, num_best = _cut_head(sampled, first)
+            rows, num_best = sampled.cut_head(first) if first else sampled.first_head
             end = first + len(rows)
             head = self._graphs.run_head(hidden, rows, num_best)
             for place in struck:
                 if first <= place < end:
                     head.peaks[place - first] = np.nan
-            part = meta if len(rows) == num_rows else meta.slice(first, end)
-            whole.extend(self._sampler.sample(head, part))
+            if len(rows) == num_rows:
+                return self._sampler.sample(head, meta)
+            whole.extend(self._sampler.sample(head, meta.slice(first, end)))
             first = end
         return whole
-
-
-def _cut_head(sampled: SampledRows, first: int) -> HeadRows:
-    """The rows from ``first`` on whose head is run at once."""
-    end = max(first, sampled.num_best) + MAX_LOGIT_ROWS
-    return HeadRows(sampled.token_rows[first:end], max(0, sampled.num_best - first))
 
 
 def _masks_by_place(sampled: SampledRows, grammar: GrammarOutput | None) -> dict[int, np.ndarray]:

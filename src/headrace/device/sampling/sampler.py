@@ -56,7 +56,7 @@ class HeadOutput:
         return cls(best.tolist(), logits[np.arange(len(logits)), best].tolist(), logits)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class SamplingMetadata:
     """The rows of a step that are sampled, in the order of their logits.
 
@@ -127,6 +127,8 @@ class Sampler:
             if not math.isfinite(peak):
                 output.token_ids[place] = NO_TOKEN
                 output.errors[place] = NON_FINITE
+        if not len(head.logits):
+            return output
         first = len(head.best) - len(head.logits)
         draws: dict[int, Draw] = {}
         for place, row in enumerate(head.logits, first):
