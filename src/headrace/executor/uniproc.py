@@ -20,7 +20,7 @@ from headrace.base.logging import get_logger
 from headrace.base.progress import ProgressWord
 from headrace.config.sections import EngineConfig
 from headrace.executor.base import Executor, ExecutorReady
-from headrace.executor.worker import Worker
+from headrace.executor.worker import Worker, worker_thread
 from headrace.messages.kv_cache import KVCacheConfig
 from headrace.messages.outputs import GraphSummary
 from headrace.messages.requests import AnyControl
@@ -115,6 +115,12 @@ class UniprocExecutor(Executor):
 
     def _serve(self) -> None:
         """The worker thread."""
+        with worker_thread():
+            self._serve_calls()
+            self._worker = None
+        self._drop_queued()
+
+    def _serve_calls(self) -> None:
         while (item := self._calls.get()) is not None:
             call, future = item
             try:
@@ -123,8 +129,6 @@ class UniprocExecutor(Executor):
                 future.set_exception(error)
             # A finished call must not keep its step or its error's frames alive until the next one comes.
             del item, call, future
-        self._worker = None
-        self._drop_queued()
 
     def _drop_queued(self) -> None:
         while True:

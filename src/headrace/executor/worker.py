@@ -1,14 +1,15 @@
 """One rank: builds platform, operators, model and runner, and carries out what the executor asks of it.
 
 Owns everything that lives on the device. It has no thread of its own: an executor calls it, always from the same
-thread. Sleeping gives memory back by dropping the runner (KV blocks, rows, buffers) and, at level 2, the model too;
-waking builds them again from the same plan.
+thread, inside `worker_thread`. Sleeping gives memory back by dropping the runner (KV blocks, rows, buffers) and, at
+level 2, the model too; waking builds them again from the same plan.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -37,6 +38,14 @@ from headrace.messages.runner_output import ModelRunnerOutput
 from headrace.messages.scheduler_output import GrammarOutput, SchedulerOutput
 
 logger = get_logger(__name__)
+
+
+def worker_thread() -> AbstractContextManager[None]:
+    """What the thread of a worker is in for as long as it calls it: nobody needs gradients.
+
+    Once for all calls, since entering the mode takes 50 us at a step whose weights have emptied the caches.
+    """
+    return torch.inference_mode()
 
 
 class Worker:
@@ -117,13 +126,11 @@ class Worker:
             self._progress,
         )
         began = self._clock.monotonic()
-        with torch.inference_mode():
-            graphs = summarize(runner.capture_graphs())
+        graphs = summarize(runner.capture_graphs())
         logger.info("graphs: %s (%s), %.0f ms", graphs.mode, graphs.reason, (self._clock.monotonic() - began) * 1e3)
         self._runner = runner
         return graphs
 
-    @torch.inference_mode()
     def execute(self, step: SchedulerOutput) -> ModelRunnerOutput | None:
         """Run a step and sample it; ``None`` when `sample` must follow, with the mask of its grammar rows."""
         runner = self._awake()
@@ -135,7 +142,6 @@ class Worker:
                 output = runner.sample_tokens(None)
         return output
 
-    @torch.inference_mode()
     def sample(self, grammar: GrammarOutput | None) -> ModelRunnerOutput:
         """Sample the last forward, which waited for this."""
         with self._profiler.slice("sample"):

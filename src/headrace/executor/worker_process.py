@@ -41,7 +41,7 @@ from headrace.executor.wire import (
     reply_codec,
     send_frame,
 )
-from headrace.executor.worker import Worker
+from headrace.executor.worker import Worker, worker_thread
 
 logger = get_logger(__name__)
 
@@ -129,6 +129,11 @@ def main(fd: int) -> None:
     connection = socket.socket(fileno=fd)
     calls: Queue[Call] = Queue(MAX_QUEUED_CALLS)
     threading.Thread(target=_read_calls, args=(connection, calls), name="calls", daemon=True).start()
+    with worker_thread():
+        _serve_calls(connection, calls)
+
+
+def _serve_calls(connection: socket.socket, calls: Queue[Call]) -> None:
     server, codec = WorkerServer(), reply_codec()
     while True:
         send_frame(connection, codec.encode(server.serve(calls.get())))
