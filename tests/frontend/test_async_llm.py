@@ -8,8 +8,9 @@ from collections.abc import AsyncIterator
 import msgspec
 import pytest
 
-from headrace.base.clock import ManualClock
+from headrace.base.clock import ManualClock, SystemClock
 from headrace.base.errors import EngineDeadError, InvalidRequestError, NotAcceptingError, QueueFullError
+from headrace.frontend import async_llm
 from headrace.frontend.answer import Answer
 from headrace.frontend.async_llm import AsyncLLM
 from headrace.frontend.tokenizer import Tokenizer
@@ -583,6 +584,30 @@ async def test_health_is_about_progress(start: Start) -> None:
         look(0.5)
         llm.check_health()
         stream.close()
+
+
+async def test_a_core_that_does_not_move_is_not_waited_for_in_vain(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("_WATCH_INTERVAL_S", 0.02), ("HUNG_AFTER_S", 0.1), ("GIVE_UP_AFTER_S", 0.2)):
+        monkeypatch.setattr(async_llm, name, value)
+    async with start(endless, clock=SystemClock()) as (llm, client):
+        begun = await llm.add_request("a", SamplingParams(max_tokens=None))
+        client.step()
+        await anext(begun)
+        new = await llm.add_request("b", SamplingParams(max_tokens=None))
+        with pytest.raises(NotAcceptingError, match="has not moved"):
+            await collect(new)
+        with pytest.raises(NotAcceptingError, match="has not moved"):
+            await llm.add_request("c")
+        await turn()
+        assert client.aborted == [[client.added[1].request_id]]
+        # Who has begun is waited for.
+        assert llm.num_requests == 1
+        client.step()
+        await anext(begun)
+        (await llm.add_request("d")).close()
+        begun.close()
 
 
 class Recorder:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterator
 
+import httpx
 import pytest
 import schemathesis
 from hypothesis import HealthCheck, given, settings
@@ -44,5 +45,7 @@ def test_the_page_is_kept(service: SimulatedService, path: str, count: int) -> N
             reply = case.call(base_url=service.url, timeout=10)  # type: ignore[attr-defined]
             assert reply.status_code < 500 or path.startswith(("/start_profile", "/stop_profile")), reply.text
             case.validate_response(reply, checks=checks)  # type: ignore[attr-defined]
+            if path == "/sleep":
+                httpx.post(f"{service.url}/wake_up", trust_env=False).raise_for_status()
 
         play()

@@ -64,7 +64,7 @@ async def post(service: Service, path: str, body: dict[str, Any]) -> tuple[int, 
 
 def test_every_body_is_on_the_page_and_tried() -> None:
     posted = {path for method, path, _ in ROUTES if method == "POST"}
-    assert set(BASES) == set(REQUEST_BODIES) == posted - {"/start_profile", "/stop_profile"}
+    assert set(BASES) == set(REQUEST_BODIES) == posted - {"/start_profile", "/stop_profile", "/sleep", "/wake_up"}
 
 
 @pytest.mark.parametrize("path", {kind: path for path, kind in reversed(REQUEST_BODIES.items())}.values())

@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from headrace.base.errors import EngineDeadError
+from headrace.base.errors import EngineDeadError, NotAcceptingError
 from headrace.core.process_client import ProcessClient
 from headrace.frontend.async_llm import AsyncLLM
 from headrace.messages.sampling_params import SamplingParams
@@ -81,6 +81,24 @@ async def test_a_stopped_core_is_red_and_recovers(start: Start) -> None:
     os.kill(llm.client.pid, signal.SIGCONT)
     assert red < RED_WITHIN_S and "has not moved" in why
     await asking
+    llm.check_health()
+
+
+async def test_the_first_request_to_a_core_that_was_stopped_while_idle_is_answered(start: Start) -> None:
+    llm = await start(step_s=0.02)
+    assert isinstance(llm.client, ProcessClient)
+    os.kill(llm.client.pid, signal.SIGSTOP)
+    await stays_green(llm, 0.5)
+    began = time.monotonic()
+    asking = asyncio.create_task(ask(llm))
+    await asyncio.sleep(0)
+    red, _ = await seconds_until_red(llm)
+    assert red < RED_WITHIN_S
+    with pytest.raises(NotAcceptingError, match="has not moved"):
+        await asking
+    assert time.monotonic() - began < RED_WITHIN_S + 2
+    os.kill(llm.client.pid, signal.SIGCONT)
+    await ask(llm, 5)
     llm.check_health()
 
 

@@ -7,6 +7,8 @@ Owns the client streams and two tasks: one that takes the core's messages and on
   if the core may still run it, aborted there once.
 - Requests of one call are admitted all or not at all.
 - When the core is gone every stream raises `EngineDeadError` with the cause, and so does every later call.
+- While the core does not move nothing is admitted; requests without a token then end after a while, so that they can go
+  elsewhere, and those that have begun wait for it to go on.
 
 Nothing is awaited between the last check and the registration, which stands inside the ``try`` that undoes it.
 """
@@ -31,7 +33,7 @@ from headrace.core.client import EngineCoreClient
 from headrace.frontend.admission import Admission, QueueState
 from headrace.frontend.chat import ChatTemplate
 from headrace.frontend.fan_out import RequestGroup
-from headrace.frontend.health import ProgressWatch, check_moves
+from headrace.frontend.health import GIVE_UP_AFTER_S, HUNG_AFTER_S, ProgressWatch, check_moves
 from headrace.frontend.input_processor import (
     InputProcessor,
     Prompt,
@@ -48,7 +50,7 @@ from headrace.frontend.tokenizer import Tokenizer
 from headrace.frontend.validation import RequestLimits
 from headrace.messages.outputs import CoreReady, EngineCoreOutputs, FinishReason, SchedulerStats
 from headrace.messages.request_output import RequestOutput
-from headrace.messages.requests import AnyControl, Drain, EngineCoreRequest, Query
+from headrace.messages.requests import AnyControl, Drain, EngineCoreRequest, Query, Sleep, Wake
 from headrace.messages.sampling_params import SamplingParams
 from headrace.observability.explain import explain_request
 from headrace.observability.marks import CURRENT, MAX_PROMPT_CHARS, MarkBook, Marks
@@ -61,6 +63,7 @@ INLINE_CHARS = 2048
 
 EXPLAIN_TIMEOUT_S = 10.0
 _WATCH_INTERVAL_S = 0.5
+_POLL_S = 0.02
 
 
 class AsyncLLM:
@@ -108,6 +111,7 @@ class AsyncLLM:
         self._ready: CoreReady | None = None
         self._dead: EngineDeadError | None = None
         self._accepting = False
+        self._asleep = False
         self._num_unnamed = 0
 
     # Life.
@@ -202,6 +206,42 @@ class AsyncLLM:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.client.shutdown()
         self._threads.shutdown(wait=False, cancel_futures=True)
+
+    @property
+    def asleep(self) -> bool:
+        """Whether the engine was sent to sleep from here."""
+        return self._asleep
+
+    async def sleep(self, level: int = 1, mode: str = "abort", timeout_s: float = 60.0) -> None:
+        """Give memory back and admit nothing until `wake`.
+
+        Args:
+            level: 1 drops KV blocks, 2 the weights too.
+            mode: what becomes of requests that live: ``abort`` ends them, ``wait`` lets them finish first, and under
+                ``keep`` they go on after `wake`.
+            timeout_s: for each of waiting and falling asleep.
+
+        Raises:
+            TimeoutError: it is awake as before.
+        """
+        before, self._asleep = self._asleep, True
+        try:
+            if mode == "abort":
+                for group in self._processor.groups():
+                    self._end(group, FinishReason.ABORT)
+            elif mode == "wait":
+                async with asyncio.timeout(timeout_s):
+                    while self.num_requests:
+                        await asyncio.sleep(_POLL_S)
+            await self.control(Sleep(level=level), timeout_s)
+        except BaseException:
+            self._asleep = before
+            raise
+
+    async def wake(self, tags: Sequence[str] = (), timeout_s: float = 600.0) -> bool:
+        """Take memory again: ``weights`` and ``kv_cache``, or all; returns whether the engine serves again."""
+        self._asleep = await self.control(Wake(tags=tuple(tags)), timeout_s) == "sleeping"
+        return not self._asleep
 
     # Requests.
 
@@ -493,8 +533,24 @@ class AsyncLLM:
     async def _watch_progress(self) -> None:
         """Read the word now and then, so that its age is known whenever somebody asks."""
         while self._dead is None:
-            _ = self.progress_age_s
+            before = self._clock.monotonic()
             await asyncio.sleep(_WATCH_INTERVAL_S)
+            now = self._clock.monotonic()
+            if now - before > 4 * _WATCH_INTERVAL_S:
+                # This process stood still itself, so it cannot say whether the core did.
+                self._watch.restart(now)
+            if self.progress_age_s > GIVE_UP_AFTER_S:
+                self._give_up_unstarted()
+
+    def _give_up_unstarted(self) -> None:
+        """The core does not move: end what has no token yet."""
+        now = self._clock.monotonic()
+        for group in self._processor.groups():
+            if not any(answer.first_token_time for answer in group.answers):
+                self._streams[group].fail(_not_moving(self.progress_age_s))
+                ended = self._processor.end(group, FinishReason.ABORT, now)
+                self.marks.ended(ended, now, now)
+                self._send_abort(ended)
 
     def _check_alive(self) -> None:
         reason = self.client.dead_reason
@@ -508,6 +564,10 @@ class AsyncLLM:
         self._check_alive()
         if not self._accepting:
             raise NotAcceptingError("the engine is draining or not ready and admits no requests")
+        if self._asleep:
+            raise NotAcceptingError("the engine sleeps; its operator can wake it up")
+        if self.progress_age_s > HUNG_AFTER_S:
+            raise _not_moving(self.progress_age_s)
         processor = self._processor
         state = QueueState(
             processor.num_requests, processor.num_unstarted, processor.num_unstarted_tokens, self.stats.num_waiting
@@ -517,3 +577,8 @@ class AsyncLLM:
         except QueueFullError as error:
             self._observer.request_rejected(error.limit)
             raise
+
+
+def _not_moving(age_s: float) -> NotAcceptingError:
+    message = f"the engine has work but has not moved for {age_s:.0f} s; nothing was done for this request, try again"
+    return NotAcceptingError(message)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from headrace.base.errors import EngineDeadError
 
 HUNG_AFTER_S = 5.0
+GIVE_UP_AFTER_S = 9.0
+"""When requests that have not begun stop waiting for a core that does not move."""
 
 
 class ProgressWatch:
@@ -23,6 +25,10 @@ class ProgressWatch:
         if word != self._word or not pending:
             self._word = word
             self._moved_at = now
+
+    def restart(self, now: float) -> None:
+        """Forget what came before."""
+        self._moved_at = now
 
     def age_s(self, now: float) -> float:
         """Seconds for which there was work and nothing moved."""

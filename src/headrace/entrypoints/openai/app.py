@@ -22,7 +22,7 @@ import headrace
 from headrace.base.errors import NotAcceptingError
 from headrace.entrypoints.dashboard import feed
 from headrace.entrypoints.dashboard.static import FILES, serve_file
-from headrace.entrypoints.openai import generate, insight, models, responses, responses_store, tokenize, tokens
+from headrace.entrypoints.openai import generate, insight, models, power, responses, responses_store, tokenize, tokens
 from headrace.entrypoints.openai.auth import OPEN_PATHS, KeyGuard
 from headrace.entrypoints.openai.context import ServerContext
 from headrace.entrypoints.openai.docs_page import show_docs
@@ -115,6 +115,8 @@ async def _health(context: ServerContext, request: Request) -> Response:
 async def _ready(context: ServerContext, request: Request) -> Response:
     if context.draining:
         return _unavailable("the server is shutting down")
+    if context.llm.asleep:
+        return _unavailable("the engine sleeps")
     illness = context.illness()
     return Response(status_code=200) if illness is None else _unavailable(illness)
 
@@ -173,6 +175,9 @@ ROUTES: list[tuple[str, str, Handler]] = [
     ("GET", FEED_PATH, feed.follow),
     ("POST", "/start_profile", insight.start_profile),
     ("POST", "/stop_profile", insight.stop_profile),
+    ("POST", "/sleep", power.sleep),
+    ("POST", "/wake_up", power.wake_up),
+    ("GET", "/is_sleeping", power.is_sleeping),
     ("GET", "/docs", _docs),
     ("POST", "/tokenize", tokenize.tokenize),
     ("POST", "/detokenize", tokenize.detokenize),

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 import headrace
+from headrace.entrypoints.openai.power import LEVELS, MODES, TAGS
 from headrace.entrypoints.openai.protocol import REQUEST_BODIES
 from headrace.entrypoints.openai.refusals import REFUSALS
 from headrace.messages.sampling_params import RANGES, Range
@@ -21,6 +22,11 @@ _QUERIES: dict[str, list[dict[str, Any]]] = {
         {"name": "order", "schema": {"enum": ["asc", "desc"]}},
         {"name": "after", "schema": {"type": "string"}},
     ],
+    "/sleep": [
+        {"name": "level", "schema": {"enum": [int(level) for level in LEVELS]}},
+        {"name": "mode", "schema": {"enum": list(MODES)}},
+    ],
+    "/wake_up": [{"name": "tags", "schema": {"type": "array", "items": {"enum": list(TAGS)}}}],
     "/v1/steps": [{"name": "after", "schema": {"type": "string", "pattern": "^[0-9]+$"}}],
 }
 _STREAMED = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses", "/inference/v1/generate"})
