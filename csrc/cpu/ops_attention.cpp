@@ -154,15 +154,18 @@ AttendTask AttentionOp::task(int req, int first_row, int num_rows, const HeadCut
 }
 
 void AttentionOp::run(Team& team, int tid, const Sizes& sizes) const {
-    // Few requests of one token each leave threads idle unless they share ranges.
+    // Few requests of one token each leave threads idle unless they share ranges, and so does one that is longer than all others.
     const HeadCut cut(num_heads / cache.num_kv_heads, cache.num_kv_heads, true);
     const int64_t tasks = int64_t(sizes.reqs) * cut.tasks(cache.num_kv_heads);
     bool split = sizes.tokens == sizes.reqs && team.size() > 1 && tasks < 8 * team.size();
-    int64_t ranges = 0;
+    int64_t ranges = 0, all = 0;
     for (int r = 0; split && r < sizes.reqs; ++r) {
         split = step.query_start_loc[r + 1] == r + 1;
-        ranges = std::max<int64_t>(ranges, step.seq_lens[r] / kRange + 1);
+        const int64_t own = step.seq_lens[r] / kRange + 1;
+        ranges = std::max(ranges, own);
+        all += own;
     }
+    split = split && (tasks < 4 * team.size() || ranges * team.size() > all);
     if (split && sizes.reqs * ranges * num_heads * (cache.head_dim + 2) <= kMostPartials && ranges > 1)
         run_split(team, tid, sizes);
     else run_whole(team, tid, sizes);

@@ -84,7 +84,9 @@ HR_INLINE void load_group(const uint8_t* bytes, U (&w)[8]) {
     }
 }
 
-constexpr int kPrefetchAhead = 4096;
+// Bytes from what is multiplied to what is fetched. One or two rows take weights as fast as they come; more rows leave time to
+// fetch them to the second level of the cache first, which waits for more lines at once than the first one does.
+constexpr int kPrefetchAhead = 4096, kNearAhead = 1024, kFarAhead = 12288;
 constexpr int kTurn = kManyRegisters ? 2 : 1;  // rows that take turns
 
 // `rows` rows of one tile, from `row`, times one panel: out[rows][ldo], sixteen columns.
@@ -99,8 +101,13 @@ HR_KERNEL void int_tile(const uint8_t* panel, int groups, const ActivationGroup*
         const uint8_t* bytes = panel + 4 * part;
         const uint8_t* end = bytes + groups * stride;
         for (; bytes != end; bytes += stride, xg = xg.next()) {
-            if constexpr (rows <= 16) {
-                for (size_t line = 0; line < stride; line += 64 * (16 / N)) prefetch(bytes + kPrefetchAhead + line);
+            for (size_t line = 0; line < stride; line += 64 * (16 / N)) {
+                if constexpr (rows <= 2) {
+                    prefetch(bytes + kPrefetchAhead + line);
+                } else {
+                    prefetch_far(bytes + kFarAhead + line);
+                    prefetch(bytes + kNearAhead + line);
+                }
             }
             U w[8];
             load_group<format>(bytes, w);
