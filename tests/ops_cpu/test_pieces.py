@@ -133,4 +133,4 @@ def test_a_call_behind_the_last_native_op_leaves_the_hidden_states() -> None:
     assert steps.progress.read() - before == len(runner.op_names)
     logits = model.compute_logits(ops.gather_rows(hidden, torch.tensor([0], dtype=torch.int32))).numpy()
     assert (runner.run_head(hidden, [0], 0).logits == logits).all()
-    ops.team.set_progress(0)
+    ops.set_progress(None)

@@ -183,7 +183,7 @@ def test_progress_moves_with_every_op() -> None:
         before = steps.progress.read()
         run_step(runner, ids, ctx)
         assert steps.progress.read() - before == len(runner.op_names)
-    ops.team.set_progress(0)
+    ops.set_progress(None)
 
 
 def test_only_results_of_equal_width_share_a_buffer() -> None:
@@ -255,7 +255,7 @@ def test_a_head_in_the_call_of_its_forward_equals_one_behind_it() -> None:
         assert np.array_equal(got.logits, want.logits[num_best:])
         other = runner.run_head(hidden, rows[:1], 1)
         assert (other.best, other.peaks) == (want.best[:1], want.peaks[:1])
-    ops.team.set_progress(0)
+    ops.set_progress(None)
 
 
 def test_a_head_of_a_model_that_changes_its_logits_is_called_op_by_op() -> None:

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from headrace.base.errors import ConfigError
+from headrace.base.progress import ProgressWord
 from headrace.device.attention.metadata import AttentionMetadata, LayerCache
 from headrace.device.ops.cpu import _native
 from headrace.device.ops.cpu.arena import Arena
@@ -72,6 +73,7 @@ class NativeOps:
         self._recorder: Recorder | None = None
         self._step: tuple[AttentionMetadata, _native.StepView] | None = None
         self._packed: PackedStore | None = None
+        self._progress: ProgressWord | None = None
 
     @property
     def isa(self) -> str:
@@ -81,6 +83,11 @@ class NativeOps:
     def set_recorder(self, recorder: Recorder | None) -> None:
         """Record ops instead of running them, until called with ``None``."""
         self._recorder = recorder
+
+    def set_progress(self, word: ProgressWord | None) -> None:
+        """Advance ``word``, or nothing, with every op from now on. It is kept: the team writes to its address."""
+        self.team.set_progress(word.address if word is not None else 0)
+        self._progress = word
 
     def set_packed_store(self, store: PackedStore | None) -> None:
         self._packed = store

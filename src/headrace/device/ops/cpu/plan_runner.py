@@ -106,7 +106,7 @@ class PlanRunner:
             self.captured = CapturedGraphs(why_none=str(error))
             return
         recorder.finish(self._ops.team, [hidden.data_ptr()])
-        self._ops.team.set_progress(ctx.progress.address)
+        self._ops.set_progress(ctx.progress)
         # The plan reads the buffers of the context by address: they live as long as it does.
         self._recorder, self._hidden, self._context = recorder, hidden, ctx
         self._head = _capture_head(self._model, self._ops, hidden, max_reqs)
