@@ -247,12 +247,14 @@ async def test_a_real_server_over_http(smollm2_gguf: Path) -> None:
             asking = asyncio.create_task(http.post("/v1/completions", json={"prompt": "a", "max_tokens": 400}))
             await asyncio.sleep(0.3)
             os.kill(core, signal.SIGSTOP)
-            began = time.monotonic()
-            while (await http.get("/health")).status_code == 200:
-                assert time.monotonic() - began < RED_WITHIN_S
-                await asyncio.sleep(0.1)
-            assert (await http.get("/ready")).status_code == 503
-            os.kill(core, signal.SIGCONT)
+            try:
+                began = time.monotonic()
+                while (await http.get("/health")).status_code == 200:
+                    assert time.monotonic() - began < RED_WITHIN_S
+                    await asyncio.sleep(0.1)
+                assert (await http.get("/ready")).status_code == 503
+            finally:
+                os.kill(core, signal.SIGCONT)
             assert (await asking).status_code == 200
             assert (await http.get("/health")).status_code == 200
         assert await asyncio.to_thread(server.stop) == 0
