@@ -315,8 +315,9 @@ std::shared_ptr<Op> make_rope(const Matrix& qkv, const Ints& positions, const Ma
 }
 
 std::shared_ptr<Op> make_attention(const Matrix& q, int num_heads, float scale, int window, int chunk, float softcap,
-                                   const std::optional<Vector>& sinks, const StepView& step, const CacheView& cache,
-                                   const Matrix& out) {
+                                   const std::optional<Vector>& sinks, bool exact, const StepView& step,
+                                   const CacheView& cache, const Matrix& out) {
+    require(scale > 0, "scale must be positive");
     require(num_heads > 0 && num_heads % cache.num_kv_heads == 0, "query heads must be a multiple of the kv heads");
     require_shape(q, q.shape(0), size_t(num_heads) * size_t(cache.head_dim), "q");
     require_shape(out, q.shape(0), q.shape(1), "out");
@@ -326,6 +327,7 @@ std::shared_ptr<Op> make_attention(const Matrix& q, int num_heads, float scale, 
     op->room.reqs = step.max_reqs;
     op->q = q.data();
     op->num_heads = num_heads;
+    op->exact = exact;
     op->window = window;
     op->chunk = chunk;
     op->scale = scale;
@@ -466,7 +468,8 @@ NB_MODULE(_native, m) {
           nb::arg("step"), nb::arg("cache"), array("q_norm").none(), array("k_norm").none(), nb::arg("eps"),
           array("out"));
     m.def("attention", &make_attention, array("q"), nb::arg("num_heads"), nb::arg("scale"), nb::arg("window"),
-          nb::arg("chunk"), nb::arg("softcap"), array("sinks").none(), nb::arg("step"), nb::arg("cache"), array("out"));
+          nb::arg("chunk"), nb::arg("softcap"), array("sinks").none(), nb::arg("exact"), nb::arg("step"), nb::arg("cache"),
+          array("out"));
     m.def("moe", &make_moe, array("x"), nb::arg("router"), nb::arg("gate_up"), nb::arg("down"), nb::arg("top_k"),
           nb::arg("activation"), nb::arg("renormalize"), nb::arg("exact"), array("out"));
     m.def("arg_max", &make_arg_max, array("x"), array("out"));

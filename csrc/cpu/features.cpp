@@ -17,7 +17,9 @@ const std::vector<const Kernels*>& available_kernels() {
         const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
         const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                             __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-        if (avx512 && __builtin_cpu_supports("avx512vnni")) found.push_back(kernels_avx512_vnni());
+        const bool vnni = avx512 && __builtin_cpu_supports("avx512vnni");
+        if (vnni && __builtin_cpu_supports("avx512bf16")) found.push_back(kernels_avx512_bf16());
+        if (vnni) found.push_back(kernels_avx512_vnni());
         if (avx512) found.push_back(kernels_avx512());
         if (avx2) found.push_back(kernels_avx2());
 #elif defined(__aarch64__) && defined(HEADRACE_NEON)

@@ -217,7 +217,8 @@ struct HeadCut;
 
 struct AttentionOp : Op {
     const float* q;
-    int num_heads, window, chunk, max_seq_len;
+    int num_heads, window, chunk;
+    bool exact;
     float scale, softcap;
     const float* sinks = nullptr;
     StepView step;

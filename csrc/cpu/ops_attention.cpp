@@ -130,6 +130,7 @@ AttendTask AttentionOp::task(int req, int first_row, int num_rows, const HeadCut
     t.group = std::min(cut.heads, group - head);
     t.head_dim = cache.head_dim;
     t.first_position = step.seq_lens[req] - queries + first_row;
+    t.exact = exact;
     t.scale = scale;
     t.softcap = softcap;
     t.window = window;
@@ -242,7 +243,7 @@ void AttentionOp::run_split(Team& team, int tid, const Sizes& sizes) const {
         for (int i = int(piece) * step_heads; i < std::min(all, (int(piece) + 1) * step_heads); ++i) {
             const int req = i / num_heads, head = i % num_heads, position = step.seq_lens[req] - 1;
             const int begin = first_visible(position, window, chunk) / kRange;
-            team.kernels().merge_partials(partials + req * req_stride + begin * range_stride + head * partial,
+            team.kernels().merge_partials(exact, partials + req * req_stride + begin * range_stride + head * partial,
                                           position / kRange + 1 - begin, range_stride, cache.head_dim,
                                           sinks ? sinks + head : nullptr,
                                           out + (int64_t(req) * num_heads + head) * cache.head_dim);

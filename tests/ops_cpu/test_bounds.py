@@ -49,7 +49,7 @@ def made() -> Iterator[tuple[_native.Team, dict[str, tuple[_native.Op, str]]]]:
         "head": (_native.head(x, square, 0.0, False, ids, peaks, y), "logit_rows"),
         "rope": (rope(step), "tokens"),
         "rope with fewer slots": (rope(few), "tokens"),
-        "attention": (_native.attention(x, HEADS, 1.0, 0, 0, 0.0, None, step, cache, y), "reqs"),
+        "attention": (_native.attention(x, HEADS, 1.0, 0, 0, 0.0, None, False, step, cache, y), "reqs"),
         "moe": (_native.moe(x, square, [pair] * WIDTH, [square] * WIDTH, 2, "silu", True, False, y), "tokens"),
     }
     # Ops keep addresses: a generator keeps the arrays above for as long as the test.

@@ -25,10 +25,24 @@ HR_INLINE VF exp_below(VF x) {
 
 HR_INLINE VF exp(VF x) { return exp_below(min(bcast(88.0f), x)); }
 
-HR_INLINE float exp1(float x) {
+HR_INLINE float first_of(VF x) {
     alignas(64) float lanes[N];
-    store(lanes, exp(bcast(x)));
+    store(lanes, x);
     return lanes[0];
+}
+
+HR_INLINE float exp1(float x) { return first_of(exp(bcast(x))); }
+
+// 2^y to one part in 10^4, for y that are not far above zero, or NaN; zero or a subnormal number below -126.
+HR_INLINE VF power_of_two(VF y) {
+    y = max(bcast(-127.0f), y);
+    // In the sum the lowest bits are round(y).
+    const VF magic = bcast(12582912.0f), sum = add(y, magic), f = sub(y, sub(sum, magic));
+    VF p = bcast(5.5008931534e-2f);
+    p = fma(p, f, bcast(2.4221096483e-1f));
+    p = fma(p, f, bcast(6.9328292767e-1f));
+    p = fma(p, f, bcast(1.0f));
+    return from_bits(iadd(bits(p), shift_left<23>(bits(sum))));
 }
 
 HR_INLINE VF tanh(VF x) {

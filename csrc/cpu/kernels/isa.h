@@ -14,7 +14,12 @@
 // A function of its own, so that its registers are not shared with its caller's.
 #define HR_KERNEL static __attribute__((noinline))
 
-#if defined(HR_ISA_AVX512VNNI)
+#if defined(HR_ISA_AVX512BF16)
+#define HR_ISA avx512_bf16
+#define HR_ISA_NAME "avx512_bf16"
+#define HR_ISA_AVX512VNNI
+#include "isa_avx512.h"
+#elif defined(HR_ISA_AVX512VNNI)
 #define HR_ISA avx512_vnni
 #define HR_ISA_NAME "avx512_vnni"
 #include "isa_avx512.h"
@@ -45,5 +50,33 @@ struct W16 {
 
 // The tree of docs/numerics.md over the sixteen lanes.
 HR_INLINE float reduce_add(const W16& w) { return tree_add(w.v); }
+
+// Lane i is the sum of row i, as above; the greatest of row i.
+template <int rows>
+HR_INLINE VF reduce_add_rows(const W16 (&w)[rows]) {
+    static_assert(rows <= 8);
+#if defined(HR_TREES)
+    VF all[8];
+    for (int i = 0; i < 8; ++i) all[i] = w[i < rows ? i : 0].v[0];
+    return fold_rows(all, [](__m512 a, __m512 b) { return _mm512_add_ps(a, b); });
+#else
+    float sums[N] = {};
+    for (int i = 0; i < rows; ++i) sums[i] = reduce_add(w[i]);
+    return load(sums);
+#endif
+}
+template <int rows>
+HR_INLINE VF reduce_max_rows(const VF (&w)[rows]) {
+    static_assert(rows <= 8);
+#if defined(HR_TREES)
+    VF all[8];
+    for (int i = 0; i < 8; ++i) all[i] = w[i < rows ? i : 0];
+    return fold_rows(all, [](__m512 a, __m512 b) { return _mm512_max_ps(a, b); });
+#else
+    float tops[N] = {};
+    for (int i = 0; i < rows; ++i) tops[i] = reduce_max(w[i]);
+    return load(tops);
+#endif
+}
 
 }  // namespace headrace::HR_ISA

@@ -1,4 +1,4 @@
-// AVX-512 F/BW/VL/DQ, with VNNI where the unit has it.
+// AVX-512 F/BW/VL/DQ, with VNNI and BF16 where the unit has them.
 #pragma once
 
 #include <immintrin.h>
@@ -54,6 +54,21 @@ HR_INLINE float tree_add(const VF (&w)[1]) {
     return tree_add8(_mm256_add_ps(_mm512_castps512_ps256(w[0].v), _mm512_extractf32x8_ps(w[0].v, 1)));
 }
 HR_INLINE float reduce_max(VF a) { return max8(_mm256_max_ps(_mm512_castps512_ps256(a.v), _mm512_extractf32x8_ps(a.v, 1))); }
+
+// Lane i is what is left of row i: the same tree over the lanes of eight rows at once.
+#define HR_TREES
+template <class F>
+HR_INLINE VF fold_rows(const VF (&w)[8], F&& fold) {
+    __m512 halves[4], quarters[2];
+    for (int i = 0; i < 4; ++i)
+        halves[i] = fold(_mm512_shuffle_f32x4(w[2 * i].v, w[2 * i + 1].v, 0x44), _mm512_shuffle_f32x4(w[2 * i].v, w[2 * i + 1].v, 0xee));
+    for (int i = 0; i < 2; ++i)
+        quarters[i] = fold(_mm512_shuffle_f32x4(halves[2 * i], halves[2 * i + 1], 0x88),
+                           _mm512_shuffle_f32x4(halves[2 * i], halves[2 * i + 1], 0xdd));
+    const __m512 two = fold(_mm512_shuffle_ps(quarters[0], quarters[1], 0x44), _mm512_shuffle_ps(quarters[0], quarters[1], 0xee));
+    const __m512 one = fold(two, _mm512_permute_ps(two, 0xb1));
+    return {_mm512_permutexvar_ps(_mm512_setr_epi32(0, 4, 8, 12, 2, 6, 10, 14, 0, 0, 0, 0, 0, 0, 0, 0), one)};
+}
 
 HR_INLINE VI ibcast(int32_t x) { return {_mm512_set1_epi32(x)}; }
 HR_INLINE VI iload(const int32_t* p) { return {_mm512_loadu_si512(p)}; }
@@ -142,6 +157,27 @@ struct Dot8 {
     }
     HR_INLINE VI finish(Dot8 d) { return {d.s}; }
 };
+#endif
+
+#if defined(HR_ISA_AVX512BF16)
+#define HR_BRAIN_PAIRS
+// Two bfloat16 in each of N lanes.
+struct VP {
+    __m512i v;
+};
+
+HR_INLINE VP load_pairs(const void* p) { return {_mm512_loadu_si512(p)}; }
+HR_INLINE void store_pairs(void* p, VP a) { _mm512_storeu_si512(p, a.v); }
+HR_INLINE VP bcast_pair(const void* p) { return {_mm512_set1_epi32(*(const int32_t __attribute__((may_alias, aligned(2)))*)p)}; }
+// Consecutive values: those of `low`, then those of `high`.
+HR_INLINE VP pairs_in_row(VF low, VF high) { return {(__m512i)_mm512_cvtne2ps_pbh(high.v, low.v)}; }
+// Lane i has even[i] and odd[i].
+HR_INLINE VP pairs_of(VF even, VF odd) {
+    const __m512i turn = _mm512_add_epi32(_mm512_set1_epi32(0x100000), _mm512_mullo_epi32(iota().v, _mm512_set1_epi32(0x10001)));
+    return {_mm512_permutexvar_epi16(turn, pairs_in_row(even, odd).v)};
+}
+// acc + odd * odd, rounded, + even * even, rounded; takes subnormal numbers as zero and makes none.
+HR_INLINE VF dot_pairs(VP a, VP b, VF acc) { return {_mm512_dpbf16_ps(acc.v, (__m512bh)a.v, (__m512bh)b.v)}; }
 #endif
 
 }  // namespace headrace::HR_ISA

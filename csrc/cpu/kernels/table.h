@@ -102,7 +102,8 @@ struct AttendTask {
     int64_t ldq;
     int num_rows, group, head_dim;  // `group` query heads share the kv head
     int first_position;
-    float scale, softcap;
+    bool exact;  // float32 factors; otherwise bfloat16
+    float scale, softcap;  // scale > 0
     int window, chunk;
     const float* sinks;  // of the query heads, or null
     KvType kv_type;
@@ -125,7 +126,7 @@ constexpr int padded_dim(int head_dim) { return (head_dim + 15) / 16 * 16; }
 constexpr int kMaxPairs = 96;  // query rows times group in one task
 constexpr size_t attend_scratch_floats(int head_dim) {
     const size_t d = padded_dim(head_dim);
-    return 2 * kRange * d + kMaxPairs * (d + 2) + 2 * kRange;
+    return 2 * kRange * d + kMaxPairs * (2 * d + 2) + 2 * kRange;
 }
 
 // The greatest logit of a row so far; nothing yet has the largest id and minus infinity.
@@ -157,8 +158,8 @@ struct Kernels {
     void (*embed)(Format format, bool wide_scales, int k, const uint8_t* panel, int lane, float scale, float* out);
     void (*rope_store)(const RopeTask&);
     void (*attend)(const AttendTask&);
-    void (*merge_partials)(const float* partials, int num_ranges, int64_t range_stride, int head_dim, const float* sink,
-                           float* out);
+    void (*merge_partials)(bool exact, const float* partials, int num_ranges, int64_t range_stride, int head_dim,
+                           const float* sink, float* out);
     int (*arg_max)(const float* x, int n);
     void (*softmax)(const float* x, int n, float* out);
     // Tokens whose value and noise under the key may reach `least`, ascending; returns how many. `out` has room for n + 1.
@@ -182,6 +183,7 @@ const Kernels* kernels_generic();
 const Kernels* kernels_avx2();
 const Kernels* kernels_avx512();
 const Kernels* kernels_avx512_vnni();
+const Kernels* kernels_avx512_bf16();
 const Kernels* kernels_neon();
 
 }  // namespace headrace

@@ -130,7 +130,8 @@ void test_checks() {
     std::vector<float> kv(3 * 16 * 16), q(16), out(16);
     const auto attend = [&](int window) {
         auto made = std::make_shared<AttentionOp>();
-        made->q = q.data(), made->num_heads = 1, made->window = window, made->chunk = 0, made->scale = 1, made->softcap = 0;
+        made->q = q.data(), made->num_heads = 1, made->window = window, made->chunk = 0;
+        made->exact = true, made->scale = 1, made->softcap = 0;
         made->step = {starts.data(), lens.data(), table.data(), 3, 3, slots.data(), 1, 1};
         made->cache = {KvType::F32, 3, 16, 1, 16, kv.data(), kv.data(), nullptr, 256, 256, 0};
         made->out = out.data();

@@ -59,8 +59,8 @@ struct Layer {
         rope->q_out = q.data();
         auto attention = add<AttentionOp>();
         attention->q = q.data(), attention->num_heads = heads, attention->window = 0, attention->chunk = 0;
-        attention->scale = 0.25f, attention->softcap = 0, attention->step = step, attention->cache = cache;
-        attention->out = attended.data();
+        attention->exact = exact, attention->scale = 0.25f, attention->softcap = 0;
+        attention->step = step, attention->cache = cache, attention->out = attended.data();
         add_linear(attended.data(), heads * dim, pack(width, heads * dim), exact, hidden.data(), Rows::Tokens);
         add_norm(hidden.data(), x.data(), normed.data(), residual.data());
         auto gate = add<GatedOp>();

@@ -45,7 +45,7 @@ public:
         embed(head_weight);
         const float* x = normed(residual_, nullptr, buffer(width));
         x = linear(x, width, pack((heads + 2 * kv_heads) * dim, width), c.exact);
-        x = linear(attended(x), heads * dim, pack(width, heads * dim), c.exact);
+        x = linear(attended(x, c.exact), heads * dim, pack(width, heads * dim), c.exact);
         x = gated(normed(x, residual_, buffer(width)), pack(inner, width, true), c.exact);
         x = linear(x, inner, pack(width, inner), c.exact);
         x = normed(x, residual_, buffer(width));
@@ -151,14 +151,14 @@ private:
         op->weight = std::move(weight), op->activation = Activation::Silu, op->out = buffer(inner);
         return op->out;
     }
-    const float* attended(const float* qkv) {
+    const float* attended(const float* qkv, bool exact) {
         auto rope = add<RopeOp>();
         rope->qkv = const_cast<float*>(qkv), rope->num_heads = heads, rope->rotary_dim = dim, rope->max_position = context;
         rope->positions = positions.data(), rope->cos_sin = cos_sin_.data(), rope->step = step_, rope->cache = cache_;
         rope->q_out = buffer(heads * dim);
         auto op = add<AttentionOp>();
         op->q = rope->q_out, op->num_heads = heads, op->window = 0, op->chunk = 0, op->scale = 0.25f, op->softcap = 0;
-        op->step = step_, op->cache = cache_, op->out = buffer(heads * dim);
+        op->exact = exact, op->step = step_, op->cache = cache_, op->out = buffer(heads * dim);
         return op->out;
     }
     const float* mixed(const float* x, const std::shared_ptr<Weight>& router, std::vector<std::shared_ptr<Weight>> gate_up,

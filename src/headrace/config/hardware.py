@@ -10,8 +10,8 @@ class HardwareInfo:
     """The machine as far as configuration depends on it.
 
     ``num_cores`` respects affinity and cgroup quota; ``available_memory_bytes`` respects the cgroup's limit.
-    ``isa`` is the best instruction set that native kernels may use (``avx2``, ``avx512``, ``avx512_vnni``, ``neon``,
-    or ``""`` without native kernels).
+    ``isa`` is the best instruction set that native kernels may use (``avx2``, ``avx512``, ``avx512_vnni``,
+    ``avx512_bf16``, ``neon``, or ``""`` without native kernels).
     """
 
     platform: str

@@ -19,6 +19,7 @@ NATIVE_MODULE = "headrace.device.ops.cpu._native"
 
 # From the best to the least; each needs all flags of /proc/cpuinfo beside it.
 _ISAS = (
+    ("avx512_bf16", {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni", "avx512_bf16"}),
     ("avx512_vnni", {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni"}),
     ("avx512", {"avx512f", "avx512bw", "avx512dq", "avx512vl"}),
     ("avx2", {"avx2", "fma", "f16c"}),

@@ -131,6 +131,7 @@ def attention(
     chunk: int,
     softcap: float,
     sinks: torch.Tensor | None,
+    exact: bool,
     step: StepView,
     cache: CacheView,
     out: torch.Tensor,

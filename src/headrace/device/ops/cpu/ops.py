@@ -165,6 +165,7 @@ class NativeOps:
             shape.chunk,
             shape.softcap,
             shape.sinks,
+            self._exact,
             self._step_view(meta),
             view,
             out,
