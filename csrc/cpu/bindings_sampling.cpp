@@ -7,6 +7,7 @@
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
+#include <exception>
 #include <stdexcept>
 #include <string>
 
@@ -87,9 +88,20 @@ using DrawArguments = std::tuple<Row, float, float, int, float, double, uint64_t
 // Row, token, how many of the best.
 using LogprobArguments = std::tuple<Row, int, int>;
 
+// No exception may leave a piece, which may be on any thread of the team: the first row's is thrown again behind all of them.
 template <class F> void for_each_row(Team& team, size_t count, F&& work) {
     if (count == 1) return work(size_t(0));
-    team.run([&](int tid) { team.for_each(tid, int64_t(count), [&](int64_t i) { work(size_t(i)); }); });
+    std::vector<std::exception_ptr> failures(count);
+    const auto try_row = [&](int64_t i) {
+        try {
+            work(size_t(i));
+        } catch (...) {
+            failures[size_t(i)] = std::current_exception();
+        }
+    };
+    team.run([&](int tid) { team.for_each(tid, int64_t(count), try_row); });
+    for (const auto& failure : failures)
+        if (failure) std::rethrow_exception(failure);
 }
 
 // An array argument: of the right type and layout already, since its address is kept and not a converted copy's.

@@ -108,3 +108,16 @@ def test_what_does_not_fit_is_an_error() -> None:
         native.apply_penalties(x, np.zeros(64, dtype=bool), np.zeros(65, dtype=np.int32), Penalties(1.1, 0.0, 0.0))
     with pytest.raises(ValueError, match="no such token"):
         native.token_logprobs([WantedLogprobs(x, 0, 0), WantedLogprobs(x, 65, 0)])
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_row_that_fails_among_others_is_an_error_and_no_death(threads) -> None:
+    rng = np.random.default_rng(7)
+    rows = [rng.standard_normal(4096).astype(np.float32) for _ in range(16)]
+    rows[3][5] = rows[12][5] = np.nan
+    sampling, how = make_ops(threads=threads).sampling, Shape(1.0, 0.0, 0, 0.9)
+    draws = [Draw(x, float(np.nanmax(x)), how, 1, 1) for x in rows]
+    for _ in range(10):
+        with pytest.raises(ValueError, match="not finite"):
+            sampling.draw(draws)
+    assert len(sampling.draw([draw for i, draw in enumerate(draws) if i not in (3, 12)])) == 14
