@@ -6,7 +6,6 @@ that merely starts cores.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from importlib import import_module
 from typing import Any
@@ -57,8 +56,7 @@ def build_core(
         watching = make_watching(config, clock)
         compiler = make_compiler(config, clock)
         grammar = GrammarManager(compiler, config.architecture.vocab_size)
-        prepare = threading.Thread(target=compiler.prepare, name="grammar-prepare", daemon=True)
-        at_rest = [prepare.start] if prepares_grammars else []
+        at_rest = [compiler.prepare] if prepares_grammars else []
         return EngineCore(config, made, clock, grammar=grammar, at_rest=at_rest, **watching.parts())
     except BaseException:
         made.shutdown()

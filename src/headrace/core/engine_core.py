@@ -112,7 +112,7 @@ class EngineCore:
         make_scheduler: Callable[..., Scheduler] = Scheduler,
         after_step: Sequence[Callable[[], None]] = (),
         closers: Sequence[Callable[[], None]] = (),
-        at_rest: Sequence[Callable[[], None]] = (),
+        at_rest: Sequence[Callable[[], object]] = (),
     ) -> None:
         self.config = config
         self.state = CoreState.READY
